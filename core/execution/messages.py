@@ -1,0 +1,88 @@
+"""What travels between the loop and its workers: small values of numbers and strings, one message and one verdict a step."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hotswap.core.interfaces.kvcache import Grant
+from hotswap.core.interfaces.scheduler import Row, SuspendMode
+from hotswap.core.request import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request that the workers have not seen. ``tokens`` are all that the host knows, prompt first."""
+
+    id: str
+    tokens: list[int]
+    prompt_length: int
+    sampling: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+class Resume(NamedTuple):
+    """The request starts (again) with ``computed`` tokens in its pages, and an empty table before this step's grants."""
+
+    request: str
+    computed: int
+
+
+@dataclass
+class StepMessage:
+    """Order of work: suspensions, drops, new, resumes, grants (each with its copies), transfers, rows."""
+
+    step_id: int
+    rows: list[Row] = field(default_factory=list)
+    suspensions: list[tuple[str, SuspendMode]] = field(default_factory=list)
+    drops: list[str] = field(default_factory=list)
+    new: list[NewRequest] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
+    grants: list[tuple[str, Grant]] = field(default_factory=list)
+    news: list[tuple[str, list[int]]] = field(default_factory=list)
+    transfer: Any = None
+
+    @property
+    def has_operations(self) -> bool:
+        return bool(self.suspensions or self.drops or self.grants or self.transfer)
+
+
+@dataclass(slots=True)
+class RowVerdict:
+    """``computed``: the true length per cache group after the step (one shared dict a step is fine where equal).
+
+    ``prompt_logprobs`` start at position ``prompt_logprobs_from`` of the prompt. ``error`` ends this request alone.
+    """
+
+    request: str
+    kept: list[int]
+    computed: dict[str, int]
+    drafted: int = 0
+    accepted: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs_from: int = 0
+    error: str | None = None
+
+
+class Suspended(NamedTuple):
+    """True lengths per group when the suspension was carried out; ``swapped``: the pages were saved elsewhere."""
+
+    request: str
+    computed: dict[str, int]
+    swapped: bool = False
+
+
+@dataclass(slots=True)
+class Verdict:
+    """``durations``: seconds of the step's parts ("prepare", "propose", "forward", "sample"), by the worker's clock.
+
+    ``error`` means that the whole step failed: each of its requests ends with it, the engine goes on.
+    """
+
+    step_id: int
+    rows: list[RowVerdict] = field(default_factory=list)
+    suspended: list[Suspended] = field(default_factory=list)
+    finished_transfers: list[str] = field(default_factory=list)
+    durations: dict[str, float] = field(default_factory=dict)
+    error: str | None = None

@@ -1,0 +1,78 @@
+"""What an observer may watch: pluggy hook specifications. One sentence a hook.
+
+A component marks methods with :data:`hookimpl`. Hooks are called from the engine's loop thread; with no observer they
+cost nothing. An observer that raises is logged, counted and disabled; it never reaches a request.
+"""
+
+from abc import ABC
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pluggy
+
+from hotswap.core.interfaces.component import Component
+
+if TYPE_CHECKING:
+    from hotswap.core.engine.pool import RequestState
+    from hotswap.core.execution.messages import StepMessage, Verdict
+    from hotswap.core.interfaces.kvcache import CacheEvent, CacheUsage
+
+hookspec = pluggy.HookspecMarker("hotswap")
+hookimpl = pluggy.HookimplMarker("hotswap")
+
+
+class Observer(Component, ABC):
+    """Watches an engine: one instance per engine loop."""
+
+    kind: ClassVar[str] = "observer"
+    contract: ClassVar[str] = "observer/1"
+
+
+class HookSpecs:
+    @hookspec
+    def hotswap_engine_started(self, versions: dict[str, str], config: dict[str, Any], time: float) -> None:
+        """The loop is about to run its first step; ``config`` is the effective one, secrets removed."""
+
+    @hookspec
+    def hotswap_engine_stopped(self, time: float) -> None:
+        """The loop has ended; close files."""
+
+    @hookspec
+    def hotswap_request_arrived(self, request: "RequestState", time: float) -> None:
+        """A request has been taken into the queue."""
+
+    @hookspec
+    def hotswap_request_finished(self, request: "RequestState", reason: str, time: float) -> None:
+        """A request has ended, once, for one of the finish reasons."""
+
+    @hookspec
+    def hotswap_step_planned(
+        self, message: "StepMessage", holds: Sequence[tuple[str, str]],
+        suspensions: Sequence[tuple[str, str, str]], time: float, duration: float,
+    ) -> None:
+        """A step is about to be submitted: rows and operations, holds (request, reason), suspensions (request, mode,
+        reason), and how long planning took in seconds."""
+
+    @hookspec
+    def hotswap_plan_failed(self, component: str, error: str, time: float) -> None:
+        """A scheduler raised; its plan was undone."""
+
+    @hookspec
+    def hotswap_step_finished(
+        self, verdict: "Verdict", requests: Sequence["RequestState"], voided: Sequence[str], usage: "CacheUsage",
+        time: float, duration: float,
+    ) -> None:
+        """A step was collected: ``requests`` are those of ``verdict.rows``; ``voided`` names rows of requests that had
+        ended; ``duration`` is the time from submission to collection in seconds."""
+
+    @hookspec
+    def hotswap_pages_evicted(self, events: Sequence["CacheEvent"], time: float) -> None:
+        """The KV manager's page events since the last step."""
+
+    @hookspec
+    def hotswap_component_exchanged(self, kind: str, old: str, new: str, time: float) -> None:
+        """A component was exchanged while serving."""
+
+    @hookspec
+    def hotswap_server_routes(self, app: Any) -> None:
+        """The HTTP application is being built: add routes."""

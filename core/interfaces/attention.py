@@ -1,0 +1,93 @@
+"""The attention backend: writes new keys and values into the pages, then attends. ``attention/1``."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hotswap.core.interfaces.component import Component
+
+if TYPE_CHECKING:
+    import torch
+
+    from hotswap.core.execution.layout import BatchLayout
+
+
+class GraphLevel(IntEnum):
+    """Which steps may be captured in a graph: none, one token a row, a uniform query length, or any."""
+
+    NEVER = 0
+    ONE_TOKEN = 1
+    UNIFORM = 2
+    ANY = 3
+
+
+@dataclass(frozen=True)
+class AttentionSupport:
+    """What the backend can do; None stands for any. Asked at start, so that no request meets an unsupported shape.
+
+    ``rounding``: how much a request's result may depend on its neighbours in the batch (relative, float32).
+    """
+
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    page_sizes: tuple[int, ...] | None = None
+    windows: bool = True
+    softcap: bool = True
+    graph_level: GraphLevel = GraphLevel.NEVER
+    rounding: float = 1e-6
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """One cache group as its layers see it. ``scale`` multiplies q·k; ``softcap`` squashes the scores where set."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Greatest sizes of a step, for fixed-address buffers."""
+
+    max_tokens: int
+    max_rows: int
+    max_pages_per_row: int
+    device: str
+    dtype: str
+
+
+class AttentionBackend(Component):
+    """Four verbs. Sizes only: never the runner, never the config. Legend of shapes: see ``core/execution/layout.py``."""
+
+    kind: ClassVar[str] = "attention"
+    contract: ClassVar[str] = "attention/1"
+
+    @abstractmethod
+    def support(self) -> AttentionSupport: ...
+
+    @abstractmethod
+    def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> "tuple[torch.Tensor, torch.Tensor]":
+        """One layer's (keys, values), in the layout that this backend reads; the first dimension counts pages."""
+
+    @abstractmethod
+    def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> Any:
+        """The backend's state for one cache group."""
+
+    @abstractmethod
+    def plan(self, state: Any, layout: "BatchLayout") -> None:
+        """Once a step and group, outside any graph: derive what ``run`` needs for all layers."""
+
+    @abstractmethod
+    def run(
+        self, state: Any, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor",
+        cache: "tuple[torch.Tensor, torch.Tensor]", out: "torch.Tensor",
+    ) -> None:
+        """One layer: write ``k``, ``v`` [T, K, D] to the planned slots of ``cache``, then attend with ``q`` [T, H, D]
+        into ``out`` [T, H, D], causally: a query at position p sees keys at positions 0..p (or its window of them)."""

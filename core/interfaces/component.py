@@ -1,0 +1,102 @@
+"""What every exchangeable part has in common: options, a contract version, and a description of itself.
+
+A component is one class and one line of ``pyproject.toml``::
+
+    [project.entry-points."hotswap.scheduler"]
+    mine = "my_package.scheduler:MyScheduler"
+
+Core never asks a component's name. It asks what the component *offers* and *requires*.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_serializer, model_validator
+
+
+class ComponentOptions(BaseModel):
+    """Base of a component's part of the config. An unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RequestOptions(BaseModel):
+    """Base of a component's part of a request's ``extra`` bag. An unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ComponentRef(BaseModel):
+    """A component named in the config: a bare name, or a table with ``use`` and the component's own options.
+
+    ``use`` is an entry point's name, or ``distribution:name`` where two distributions offer the same name.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    use: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+    @model_serializer
+    def _plain(self) -> dict[str, Any]:
+        return {"use": self.use, **self.options}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Marks an option that names another component, which core builds and hands over in ``parts``::
+
+        class Options(ComponentOptions):
+            policy: Annotated[ComponentRef, Part("queue_policy")] = ComponentRef(use="fcfs")
+    """
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """``kind`` must offer ``capability``; ``why`` and ``remedy`` (a config key to change) are shown when it does not."""
+
+    kind: str
+    capability: str
+    why: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a component offers and requires of the others. Solved by ``hotswap config check`` before any memory is used."""
+
+    offers: frozenset[str] = frozenset()
+    requires: tuple[Requirement, ...] = ()
+
+
+class Component:
+    """Base class of every part.
+
+    Subclasses of a kind set ``contract`` once, in the kind's interface. The docstring of an implementation says when to
+    choose it and which paper or report it comes from; ``hotswap plugins show`` prints it.
+    """
+
+    kind: ClassVar[str]
+    contract: ClassVar[str]  # "scheduler/1"
+    Options: ClassVar[type[ComponentOptions]] = ComponentOptions
+    RequestOptions: ClassVar[type[RequestOptions] | None] = None
+
+    def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
+        """``options`` is an instance of ``Options``; ``parts`` maps each option marked with :class:`Part` to its
+        built component."""
+        self.options = self.Options() if options is None else options
+        self.parts: Mapping[str, Any] = parts or {}
+
+    def describe(self) -> Description:
+        return Description()

@@ -1,0 +1,87 @@
+"""The model: layers of one family, written with logical axes, on any mesh. ``model/1``.
+
+An entry point of ``hotswap.model`` is named after the architecture in the checkpoint's config ("LlamaForCausalLM"), so
+that the right class is found without importing any other.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.kvcache import CacheSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from hotswap.core.interfaces.attention import GroupShape
+    from hotswap.core.modeling.mesh import Mesh
+    from hotswap.core.modeling.weights import WeightSource
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """``axes``: the sizes of the logical axes ("heads", "kv_heads", "mlp", "vocab", "layers" …): what strategies shard.
+
+    ``vocab_size`` is the width of the logits; every token id of a request is checked against it.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    axes: dict[str, int] = field(default_factory=dict)
+
+
+class Attend(Protocol):
+    """Given to ``forward`` by the runner: q [T, H, D], k and v [T, K, D] of one layer -> [T, H, D]."""
+
+    def __call__(self, layer: int, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor") -> "torch.Tensor": ...
+
+
+class Model(Component):
+    """Built with its checkpoint's config, loaded once, then run every step.
+
+    ``forward`` takes token ids on the first stage and hidden states on later ones; it calls ``attend`` once per layer of
+    its stage, and ``mesh.reduce(axis, x)`` where a contraction over a sharded axis ends.
+    """
+
+    kind: ClassVar[str] = "model"
+    contract: ClassVar[str] = "model/1"
+
+    @classmethod
+    @abstractmethod
+    def facts(cls, config: dict[str, Any]) -> ModelFacts:
+        """From the checkpoint's config alone, before any weight is read. ConfigError for what it does not support."""
+
+    @abstractmethod
+    def build(self, config: dict[str, Any], mesh: "Mesh", dtype: "torch.dtype", device: str) -> None:
+        """Prepare for a checkpoint with this config."""
+
+    @abstractmethod
+    def cache_specs(self) -> list[CacheSpec]:
+        """The cache groups of this rank's layers."""
+
+    @abstractmethod
+    def attention_shapes(self, page_sizes: dict[str, int]) -> "dict[str, GroupShape]":
+        """What an attention backend must do, per cache group, on this rank; page sizes as planned (0 before)."""
+
+    def taps(self) -> Sequence[str]:
+        """Names of the hidden states it can give to a speculator."""
+        return ()
+
+    @abstractmethod
+    def load(self, weights: "WeightSource") -> None:
+        """Take every tensor that belongs to this rank. ModelLoadError names what is missing, unexpected or misshaped."""
+
+    @abstractmethod
+    def forward(
+        self, inputs: "torch.Tensor", positions: "torch.Tensor", attend: Attend,
+    ) -> "torch.Tensor":
+        """inputs [T] token ids or [T, hidden]; positions [T] -> [T, hidden], before the final norm."""
+
+    @abstractmethod
+    def head(self, rows: "torch.Tensor") -> "torch.Tensor":
+        """rows [N, hidden] -> logits [N, V], float32."""

@@ -1,0 +1,184 @@
+"""How one engine spreads over devices and processes. ``executor/1``, ``shard/1``, ``deployment/1``, ``router/1``.
+
+Three contracts stand behind the config's ``parallel`` list: shard strategies map logical axes onto a mesh, an executor
+runs one engine loop's workers, a deployment runs several engines behind a router.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
+from hotswap.core.interfaces.model import ModelFacts
+from hotswap.core.request import OutputSink, Request
+
+if TYPE_CHECKING:
+    from hotswap.core.execution.messages import StepMessage, Verdict
+
+
+@dataclass(frozen=True)
+class MeshDim:
+    """One dimension of the mesh: ``strategy`` shards ``axes`` over ``size`` ranks."""
+
+    strategy: str
+    size: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What the folded strategies ask for. An empty plan is one rank."""
+
+    dims: tuple[MeshDim, ...] = ()
+    depth: int | None = None
+    """Greatest number of steps in flight; None: no limit."""
+    chained: bool = True
+    """Whether one request may be in two steps in flight."""
+
+    @property
+    def world_size(self) -> int:
+        size = 1
+        for dim in self.dims:
+            size *= dim.size
+        return size
+
+    def wrapped(self, dim: MeshDim) -> "RankPlan":
+        return replace(self, dims=(dim, *self.dims))
+
+
+class ShardStrategy(Component):
+    """Adds one dimension to the mesh, or spans ranks of others. Folded innermost first."""
+
+    kind: ClassVar[str] = "shard"
+    contract: ClassVar[str] = "shard/1"
+
+    @abstractmethod
+    def layout(self, facts: ModelFacts, inner: RankPlan) -> RankPlan:
+        """Validated against the model's facts before any process starts: ConfigError lists the sizes that work."""
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What the workers report after loading, before pages are divided."""
+
+    facts: ModelFacts
+    cache_specs: tuple[CacheSpec, ...]
+    page_sizes: tuple[int, ...] | None
+    lookahead: int
+    reuse_tail: int
+    free_bytes: int
+    """Memory left for pages on the poorest rank."""
+    max_model_len: int
+    weights_bytes: int = 0
+
+
+class Worker(Protocol):
+    """One rank. Built by a factory where it will run."""
+
+    def info(self) -> WorkerInfo: ...
+    def allocate(self, plan: CachePlan) -> None: ...
+    def execute(self, message: "StepMessage") -> "Verdict": ...
+    def close(self) -> None: ...
+
+
+WorkerFactory = Callable[[RankPlan, int], Worker]
+"""(plan, rank) -> worker."""
+
+Ticket = int
+
+
+class Executor(Component):
+    """Runs the workers of one engine loop. ``submit`` returns before the model has run; ``collect`` waits.
+
+    Tickets are collected in the order of submission. A worker that dies makes ``collect`` raise EngineStoppedError and
+    ``health`` say why.
+    """
+
+    kind: ClassVar[str] = "executor"
+    contract: ClassVar[str] = "executor/1"
+
+    @abstractmethod
+    def launch(self, factory: WorkerFactory, plan: RankPlan) -> WorkerInfo: ...
+
+    @abstractmethod
+    def allocate(self, plan: CachePlan) -> None:
+        """Pages have been divided: make room for them on every rank."""
+
+    @abstractmethod
+    def submit(self, message: "StepMessage") -> Ticket: ...
+
+    @abstractmethod
+    def collect(self, ticket: Ticket) -> "Verdict": ...
+
+    @abstractmethod
+    def done(self, ticket: Ticket) -> bool:
+        """Whether ``collect`` would return at once."""
+
+    def agree(self, local: Any) -> Any:
+        """The value that all engine loops in lock-step agree on; the identity where there is one."""
+        return local
+
+    @abstractmethod
+    def health(self) -> str | None:
+        """None when well, else what is wrong."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End every worker within a bounded time."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What a router may know of an engine."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class EngineClient(Protocol):
+    """The one face of an engine and of a deployment of engines. All methods may be called from any thread."""
+
+    def add(self, request: Request, sink: OutputSink) -> None:
+        """Start a request; its outputs go to ``sink``, the last one with a finish reason.
+
+        Raises RequestError for what cannot be served, QueueFullError, EngineStoppedError."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request; a no-op where it has ended. Its sink still gets exactly one final output."""
+
+    def loads(self) -> Loads: ...
+
+    def reset(self) -> int:
+        """Drop the reusable prefix cache; returns the number of pages dropped."""
+
+    def health(self) -> str | None:
+        """None when work gets done, else what is wrong."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Take no new request, finish what runs; after ``timeout_s`` abort the rest."""
+
+    def stop(self) -> None: ...
+
+
+class Router(Component):
+    """Chooses the engine for a request."""
+
+    kind: ClassVar[str] = "router"
+    contract: ClassVar[str] = "router/1"
+
+    @abstractmethod
+    def pick(self, request: Request, loads: Sequence[Loads], roles: Sequence[str]) -> int: ...
+
+
+class Deployment(Component):
+    """Several engines behind one face. Nests, because engines and deployments share :class:`EngineClient`."""
+
+    kind: ClassVar[str] = "deployment"
+    contract: ClassVar[str] = "deployment/1"
+
+    @abstractmethod
+    def start(self, factories: Sequence[Callable[[], EngineClient]]) -> EngineClient: ...

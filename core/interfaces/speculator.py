@@ -1,0 +1,66 @@
+"""The speculator: proposes tokens that the target model then verifies. ``speculator/1``. Runs in the worker.
+
+It can change the speed and nothing else: the verifier (core's) keeps the target's distribution whatever is proposed.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.kvcache import CacheSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True)
+class SpeculatorNeeds:
+    """``lookahead``: most tokens it proposes in a step. ``reuse_tail``: tokens at the end of a cached prefix that it
+    must see computed again. ``taps``: hidden states of the target that it reads."""
+
+    lookahead: int = 0
+    reuse_tail: int = 0
+    taps: tuple[str, ...] = ()
+    cache_specs: tuple[CacheSpec, ...] = ()
+
+
+class ProposeRow(NamedTuple):
+    """``tokens``: all known tokens of the request, a read-only view. ``slots``: most drafts wanted; 0 where the row
+    stops short of its last known token or the scheduler gave none."""
+
+    request: str
+    tokens: "np.ndarray[Any, Any]"
+    slots: int
+
+
+@dataclass
+class Drafts:
+    """``tokens[i]``: proposals for row i, at most its slots. ``probs[i]``: the distributions [len(tokens[i]), V] they
+    were sampled from (float32), None where they were chosen and not sampled."""
+
+    tokens: list[list[int]]
+    probs: "list[torch.Tensor | None] | None" = None
+
+
+class Speculator(Component):
+    kind: ClassVar[str] = "speculator"
+    contract: ClassVar[str] = "speculator/1"
+
+    @abstractmethod
+    def needs(self) -> SpeculatorNeeds: ...
+
+    def bind(self, services: Any) -> None:  # noqa: B027
+        """Draft-model loader, attention factory, buffers. Called once before the first step."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
+        """At the start of the step in which the drafts are verified; sees all rows of the step."""
+
+    def observe(self, accepted: Sequence[tuple[str, int, int]]) -> None:  # noqa: B027
+        """(request, drafted, accepted) of each row that carried drafts."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:  # noqa: B027
+        """These requests have ended or were suspended."""
