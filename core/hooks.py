@@ -4,7 +4,6 @@ A component marks methods with :data:`hookimpl`. Hooks are called from the engin
 cost nothing. An observer that raises is logged, counted and disabled; it never reaches a request.
 """
 
-from abc import ABC
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +20,7 @@ hookspec = pluggy.HookspecMarker("hotswap")
 hookimpl = pluggy.HookimplMarker("hotswap")
 
 
-class Observer(Component, ABC):
+class Observer(Component):
     """Watches an engine: one instance per engine loop."""
 
     kind: ClassVar[str] = "observer"

@@ -120,7 +120,7 @@ class Request:
     tenant: str = ""
     deadline: float | None = None
     attrs: Mapping[str, Any] = field(default_factory=dict)
-    cache_key: CacheKey = CacheKey()
+    cache_key: CacheKey = field(default_factory=CacheKey)
     detokenizer: Detokenizer | None = None
 
 

@@ -8,6 +8,7 @@ A component is one class and one line of ``pyproject.toml``::
 Core never asks a component's name. It asks what the component *offers* and *requires*.
 """
 
+from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -80,7 +81,7 @@ class Description:
     requires: tuple[Requirement, ...] = ()
 
 
-class Component:
+class Component(ABC):
     """Base class of every part.
 
     Subclasses of a kind set ``contract`` once, in the kind's interface. The docstring of an implementation says when to

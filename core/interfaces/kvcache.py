@@ -209,7 +209,7 @@ class KVCacheManager(Component):
     def undo(self, entry: Any) -> None:
         """Take back a reserve, fork or release; last in, first out. Evictions stay."""
 
-    def shrink(self, request_id: str, upto: int, fences: Iterable[Fence]) -> None:  # noqa: B027
+    def shrink(self, request_id: str, upto: int, fences: Iterable[Fence]) -> None:
         """Pages wholly beyond ``upto`` (the in-flight bound) are not needed. Optional."""
 
     @abstractmethod
@@ -239,7 +239,7 @@ class KVCacheManager(Component):
         """Events since the last call; empties the list. Only kept when :meth:`keep_events` was called."""
         return []
 
-    def keep_events(self, keep: bool) -> None:  # noqa: B027
+    def keep_events(self, keep: bool) -> None:
         """Start or stop collecting events."""
 
 

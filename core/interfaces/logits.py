@@ -28,7 +28,7 @@ class LogitsProcessor(Component):
     kind: ClassVar[str] = "logits_processor"
     contract: ClassVar[str] = "logits_processor/1"
 
-    def configure(self, vocab_size: int) -> None:  # noqa: B027
+    def configure(self, vocab_size: int) -> None:
         """Called once, with the width of the logits."""
 
     @abstractmethod
@@ -43,11 +43,11 @@ class LogitsProcessor(Component):
     def apply(self, logits: "torch.Tensor", rows: Sequence[LogitsRow]) -> None:
         """Change ``logits`` [N, V] float32 in place, only at the given rows."""
 
-    def accept(self, request: str, kept: Sequence[int]) -> None:  # noqa: B027
+    def accept(self, request: str, kept: Sequence[int]) -> None:
         """These tokens were kept."""
 
-    def rollback(self, request: str, count: int) -> None:  # noqa: B027
+    def rollback(self, request: str, count: int) -> None:
         """The last ``count`` kept tokens are taken back."""
 
-    def end(self, request: str) -> None:  # noqa: B027
+    def end(self, request: str) -> None:
         """The request is gone."""

@@ -176,7 +176,7 @@ class Scheduler(Component):
     def plan(self, ctx: PlanContext) -> StepPlan:
         """Decide one step. An exception undoes the whole plan and names this component."""
 
-    def observe(self, outcome: StepOutcome) -> None:  # noqa: B027
+    def observe(self, outcome: StepOutcome) -> None:
         """A step has been collected."""
 
     def next_wakeup(self) -> float | None:
@@ -206,11 +206,11 @@ class QueuePolicy(Component):
         """A reason to keep a request from starting now, or None."""
         return None
 
-    def admit(self, view: RequestView) -> None:  # noqa: B027
+    def admit(self, view: RequestView) -> None:
         """A request starts to wait."""
 
-    def drop(self, request_id: str) -> None:  # noqa: B027
+    def drop(self, request_id: str) -> None:
         """A request has ended."""
 
-    def observe(self, outcome: StepOutcome) -> None:  # noqa: B027
+    def observe(self, outcome: StepOutcome) -> None:
         """A step has been collected."""

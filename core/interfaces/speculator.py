@@ -52,15 +52,15 @@ class Speculator(Component):
     @abstractmethod
     def needs(self) -> SpeculatorNeeds: ...
 
-    def bind(self, services: Any) -> None:  # noqa: B027
+    def bind(self, services: Any) -> None:
         """Draft-model loader, attention factory, buffers. Called once before the first step."""
 
     @abstractmethod
     def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
         """At the start of the step in which the drafts are verified; sees all rows of the step."""
 
-    def observe(self, accepted: Sequence[tuple[str, int, int]]) -> None:  # noqa: B027
+    def observe(self, accepted: Sequence[tuple[str, int, int]]) -> None:
         """(request, drafted, accepted) of each row that carried drafts."""
 
-    def forget(self, request_ids: Sequence[str]) -> None:  # noqa: B027
+    def forget(self, request_ids: Sequence[str]) -> None:
         """These requests have ended or were suspended."""
