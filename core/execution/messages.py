@@ -30,7 +30,11 @@ class Resume(NamedTuple):
 
 @dataclass
 class StepMessage:
-    """Order of work: suspensions, drops, new, resumes, grants (each with its copies), transfers, rows."""
+    """Order of work: suspensions, drops, new, resumes, grants (each with its copies), transfers, rows.
+
+    A suspension whose verdict does not say ``swapped`` makes the worker forget the request; it comes again as new, with
+    all tokens that were kept.
+    """
 
     step_id: int
     rows: list[Row] = field(default_factory=list)

@@ -96,7 +96,7 @@ class Component(ABC):
     def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
         """``options`` is an instance of ``Options``; ``parts`` maps each option marked with :class:`Part` to its
         built component."""
-        self.options = self.Options() if options is None else options
+        self.options: Any = self.Options() if options is None else options
         self.parts: Mapping[str, Any] = parts or {}
 
     def describe(self) -> Description:

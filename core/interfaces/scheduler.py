@@ -5,7 +5,7 @@ tokens fit is answered by :meth:`PlanContext.reserve`, and every answer is one o
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -53,7 +53,7 @@ class RequestView(Protocol):
     @property
     def deadline(self) -> float | None: ...
     @property
-    def attrs(self) -> dict[str, Any]: ...
+    def attrs(self) -> Mapping[str, Any]: ...
     @property
     def prompt_length(self) -> int: ...
     @property
@@ -114,18 +114,27 @@ class Probe(NamedTuple):
 class PlanContext(Protocol):
     """The journaled façade of one plan. Everything done through it is undone as a unit if ``plan`` raises."""
 
-    now: float
-    token_budget: int
-    """Most tokens (known and drafts) of the step."""
-    row_limit: int
-    """Most rows of the step."""
-    max_running: int
-    """Most requests that may hold pages."""
-    running: Sequence[RequestView]
-    """Requests that hold pages, oldest admission first, each with fresh counts."""
-    waiting: int
-    """Number of waiting requests."""
-    nothing_in_flight: bool
+    @property
+    def now(self) -> float:
+        """Seconds, by the injected clock: one reading a plan."""
+    @property
+    def token_budget(self) -> int:
+        """Most tokens (known and drafts) of the step."""
+    @property
+    def row_limit(self) -> int:
+        """Most rows of the step."""
+    @property
+    def free_slots(self) -> int:
+        """How many more requests may start now; falls with each start, rises with each suspension."""
+    @property
+    def running(self) -> Sequence[RequestView]:
+        """Requests that hold pages, oldest admission first, each with fresh counts."""
+    @property
+    def waiting(self) -> int:
+        """Number of waiting requests."""
+    @property
+    def nothing_in_flight(self) -> bool:
+        """Every submitted step has been collected."""
 
     def view(self, request_id: str) -> RequestView:
         """A waiting or running request with fresh counts (a waiting one is matched against the cache). KeyError."""
@@ -134,7 +143,10 @@ class PlanContext(Protocol):
         """What of a waiting request's tokens could be reused. No side effect."""
 
     def reserve(self, request_id: str, n_tokens: int, drafts: int = 0) -> Answer:
-        """Make room for ``n_tokens`` more tokens and ``drafts`` drafts. All or nothing; asking again replaces."""
+        """Make room for ``n_tokens`` more tokens and ``drafts`` drafts. All or nothing; asking again replaces.
+
+        A row may use less than what was reserved: a prompt that is computed in chunks is best given room as a whole.
+        """
 
     def suspend(self, request_id: str, mode: SuspendMode = SuspendMode.AUTO, reason: str = "no room") -> None:
         """Take a running request's pages away, ordered behind what is in flight. It waits again."""
@@ -193,6 +205,8 @@ class QueuePolicy(Component):
     kind: ClassVar[str] = "queue_policy"
     contract: ClassVar[str] = "queue_policy/1"
     dynamic: ClassVar[bool] = False
+    preemptive: ClassVar[bool] = False
+    """Whether a waiting request may have a running one suspended that comes behind it."""
 
     @abstractmethod
     def key(self, view: RequestView, now: float) -> tuple[Any, ...]:

@@ -1,0 +1,177 @@
+"""The engine as others see it: a thread around the loop. Every method may be called from any thread."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hotswap.core.engine.loop import EngineLoop
+from hotswap.core.errors import EngineStoppedError, QueueFullError
+from hotswap.core.interfaces.parallel import Loads
+from hotswap.core.request import FinishReason, OutputSink, Request
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Implements ``EngineClient``. Commands are taken between two turns of the loop, so the loop needs no lock.
+
+    ``max_queue``: most requests that may wait. ``watchdog_s``: after so long without a collected step, while requests
+    live, ``health`` is red and the state of the loop is logged once.
+    """
+
+    def __init__(
+        self, loop: EngineLoop, *, max_queue: int | None = None, watchdog_s: float = 60.0,
+        on_start: Callable[[], None] | None = None, on_stop: Callable[[], None] | None = None,
+    ) -> None:
+        self.loop, self._max_queue, self._watchdog_s = loop, max_queue, watchdog_s
+        self._on_start, self._on_stop = on_start, on_stop
+        self._commands: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._queued = 0  # requests added that the loop has not seen
+        self._draining = self._stopping = self._reported_stall = False
+        self._failure: str | None = None
+        self._idle = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hotswap-loop", daemon=True)
+        self._thread.start()
+
+    # EngineClient
+
+    def add(self, request: Request, sink: OutputSink) -> None:
+        with self._lock:
+            if self._draining or self._stopping or self._failure:
+                raise EngineStoppedError(self._failure or "the engine is shutting down and takes no new request")
+            waiting = self._queued + self.loop.pool.waiting
+            if self._max_queue is not None and waiting >= self._max_queue + self._free_slots():
+                raise QueueFullError(f"{waiting} requests wait already, the limit is {self._max_queue}; try again later")
+            self._queued += 1
+            self._idle.clear()
+            self._commands.append(lambda: self._admit(request, sink))
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        self._command(lambda: self.loop.abort(request_id))
+
+    def loads(self) -> Loads:
+        pool, usage = self.loop.pool, self.loop.parts.kv.usage()
+        busy = usage.held + usage.fenced
+        return Loads(len(pool.running), pool.waiting + self._queued, busy / max(1, usage.total))
+
+    def reset(self) -> int:
+        return int(self.call(self.loop.parts.kv.reset))
+
+    def health(self) -> str | None:
+        if self._failure:
+            return self._failure
+        if not self._thread.is_alive():
+            return "the engine's loop has ended"
+        if problem := self.loop.parts.executor.health():
+            return problem
+        if self.loop.last_plan_error:
+            return self.loop.last_plan_error
+        if (quiet := self._quiet_for()) > self._watchdog_s:
+            return f"no step was finished for {quiet:.0f} s while requests are waiting (watchdog: {self._watchdog_s:g} s)"
+        return None
+
+    def drain(self, timeout_s: float) -> None:
+        with self._lock:
+            self._draining = True
+        if not self._idle.wait(timeout_s):
+            self._command(lambda: self.loop.finish_all(FinishReason.ABORT, "the server is shutting down"))
+            self._idle.wait(5.0)
+
+    def stop(self) -> None:
+        """End every request with "abort", then the loop and the workers. Bounded; safe to call twice."""
+        with self._lock:
+            self._stopping = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+
+    # for those who share the engine's process
+
+    def call(self, function: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+        """Run ``function`` on the loop's thread between two turns; its result or exception is the caller's."""
+        done, box = threading.Event(), {}
+
+        def command() -> None:
+            try:
+                box["value"] = function()
+            except Exception as error:
+                box["error"] = error
+            done.set()
+
+        self._command(command)
+        if not done.wait(timeout_s):
+            raise EngineStoppedError(f"the engine's loop did not answer within {timeout_s:g} s")
+        if "error" in box:
+            raise box["error"]
+        return box["value"]
+
+    def _free_slots(self) -> int:
+        return max(0, self.loop.limits.max_running - len(self.loop.pool.running))
+
+    def _quiet_for(self) -> float:
+        return self.loop.clock.now() - self.loop.progress_at if self.loop.pool.states else 0.0
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._thread.is_alive() or self._failure:
+                return
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _admit(self, request: Request, sink: OutputSink) -> None:
+        with self._lock:
+            self._queued -= 1
+        self.loop.add(request, sink)
+
+    # the thread
+
+    def _run(self) -> None:
+        try:
+            if self._on_start:
+                self._on_start()
+            while not self._stopping:
+                self._take_commands()
+                if not self.loop.turn():
+                    self._rest()
+            self._take_commands()
+            self.loop.finish_all(FinishReason.ABORT, "the engine was stopped")
+        except BaseException as error:
+            logger.exception("the engine's loop has ended")
+            self._failure = f"the engine's loop has ended: {type(error).__name__}: {error}"
+            self._take_commands()
+            self.loop.finish_all(FinishReason.ERROR, self._failure)
+        finally:
+            self._idle.set()
+            self.loop.parts.executor.stop()
+            if self._on_stop:
+                self._on_stop()
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            try:
+                command()
+            except Exception:
+                logger.exception("a command to the engine failed")
+
+    def _rest(self) -> None:
+        """Nothing to do: sleep until a command comes, the scheduler wants to plan again, or the watchdog looks."""
+        pool = self.loop.pool
+        if pool.states and self._quiet_for() > self._watchdog_s and not self._reported_stall:
+            self._reported_stall = True
+            logger.error("no progress for %.0f s: %s", self._quiet_for(), pool.snapshot())
+        timeout = self._watchdog_s / 2 if pool.states else None
+        if (wakeup := self.loop.next_wakeup()) is not None:
+            left = max(0.0, wakeup - self.loop.clock.now())
+            timeout = left if timeout is None else min(timeout, left)
+        with self._lock:
+            if not pool.states and not self._commands:
+                self._reported_stall = False
+                self._idle.set()
+            if not self._commands and not self._stopping:
+                self._wake.wait(timeout)

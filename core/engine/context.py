@@ -1,0 +1,200 @@
+"""One plan: the façade that a scheduler uses, and the journal that takes everything back if the plan fails."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hotswap.core.engine.pool import RequestPool, RequestState, Status
+from hotswap.core.execution.messages import NewRequest, Resume, StepMessage
+from hotswap.core.interfaces.kvcache import NOTHING, KVCacheManager, Match
+from hotswap.core.interfaces.scheduler import Answer, Probe, Row, StepPlan, SuspendMode, Suspension
+
+Hold = tuple[str, str]
+
+
+class PlanError(Exception):
+    """A scheduler's plan breaks a rule; the message says which."""
+
+
+class Limits:
+    """Greatest sizes of a step. ``reuse_tail`` and ``lookahead`` are the speculator's."""
+
+    def __init__(
+        self, max_batch_tokens: int, max_running: int, max_model_len: int, lookahead: int = 0, reuse_tail: int = 0,
+    ) -> None:
+        self.max_batch_tokens, self.max_running, self.max_model_len = max_batch_tokens, max_running, max_model_len
+        self.lookahead, self.reuse_tail = lookahead, reuse_tail
+
+
+class Context:
+    """Implements ``PlanContext`` for one step. Reservations go to the KV manager at once and are undone as a unit."""
+
+    def __init__(
+        self, pool: RequestPool, kv: KVCacheManager, limits: Limits, step_id: int, now: float, *,
+        chained: bool, slots: int, in_flight: int,
+    ) -> None:
+        self.now, self.waiting = now, pool.waiting
+        self.token_budget, self.nothing_in_flight = limits.max_batch_tokens, in_flight == 0
+        self.message = StepMessage(step_id)
+        self.holds: list[Hold] = []
+        self.suspensions: list[Suspension] = []
+        self._pool, self._kv, self._limits, self._step_id, self._chained = pool, kv, limits, step_id, chained
+        self._journal: list[Callable[[], Any]] = []
+        self._reserved: dict[str, tuple[int, int]] = {}
+        self._order: list[str] | None = None
+        kv.begin_plan()
+        lookahead, ready = limits.lookahead, 0
+        self.running: Sequence[RequestState] = list(pool.running.values())
+        for state in self.running:
+            ready += state.refresh_running(lookahead, chained) > 0
+        self.row_limit = limits.max_running
+        if not chained:
+            # Rows are dealt out over the free slots, so that each step in flight gets its share.
+            self.running = [state for state in self.running if state.ready]
+            self.row_limit = min(self.row_limit, -(-(ready + pool.waiting) // max(1, slots - in_flight)))
+
+    # what a scheduler may do
+
+    @property
+    def free_slots(self) -> int:
+        return self._limits.max_running - len(self._pool.running)
+
+    def view(self, request_id: str) -> RequestState:
+        state = self._pool.states[request_id]
+        if state.status is Status.RUNNING:
+            state.refresh_running(self._limits.lookahead, self._chained)
+        elif state.status is Status.WAITING:
+            state.refresh_waiting(self._match(state), self._limits.lookahead)
+        else:
+            state.ready = 0
+        return state
+
+    def probe(self, request_id: str) -> Probe:
+        match = self._match(self._pool.states[request_id])
+        return Probe(match.cached, match.pending)
+
+    def reserve(self, request_id: str, n_tokens: int, drafts: int = 0) -> Answer:
+        state = self._pool.states[request_id]
+        if state.status is Status.RUNNING:
+            grant = self._kv.reserve(request_id, state.computed + n_tokens + drafts)
+            if grant is not NOTHING:
+                if isinstance(grant, Answer):
+                    return grant
+                self._journal.append(partial(self._kv.undo, grant.entry))
+                self.message.grants.append((request_id, grant))
+        elif state.status is Status.WAITING:
+            answer = self._start(state, n_tokens, drafts)
+            if answer is not Answer.GRANTED:
+                return answer
+        else:
+            return Answer.LATER
+        self._reserved[request_id] = (n_tokens, drafts)
+        return Answer.GRANTED
+
+    def suspend(self, request_id: str, mode: SuspendMode = SuspendMode.AUTO, reason: str = "no room") -> None:
+        state = self._pool.states[request_id]
+        if state.status is not Status.RUNNING:
+            raise PlanError(f"suspend({request_id!r}): the request does not run")
+        if request_id in self._reserved:
+            raise PlanError(f"suspend({request_id!r}): this plan has reserved room for it")
+        if self._order is None:
+            self._order = list(self._pool.running)
+        entry = self._kv.release(request_id, {self._step_id})
+        self._pool.pause(state, Status.SUSPENDING)
+        self._journal.append(partial(self._resume, state, entry))
+        self.message.suspensions.append((request_id, mode))
+        self.suspensions.append(Suspension(request_id, mode, reason))
+
+    def hold(self, request_id: str, reason: str) -> None:
+        self.holds.append((request_id, reason))
+
+    # what core does with it
+
+    def seal(self, plan: StepPlan) -> list[RequestState]:
+        """Check the plan against what was reserved, and book its rows. Raises PlanError before anything is booked."""
+        states = self._checked(plan.rows)
+        for state, row in zip(states, plan.rows, strict=True):
+            state.launch(row.n_tokens, row.draft_slots)
+        self.message.rows = plan.rows
+        return states
+
+    def undo(self) -> None:
+        """Take everything back, last in first out, as if the plan had not been made."""
+        for step in reversed(self._journal):
+            step()
+        self._journal.clear()
+        if self._order is not None:
+            self._pool.resume_order(self._order)
+        self._kv.begin_plan()
+
+    def _checked(self, rows: list[Row]) -> list[RequestState]:
+        if len(rows) > self.row_limit:
+            raise PlanError(f"{len(rows)} rows, but the limit of this step is {self.row_limit}")
+        reserved, states, total = self._reserved, [], 0
+        planned: set[str] = set()
+        for request_id, n_tokens, drafts in rows:
+            room = reserved.get(request_id, (0, 0))
+            if n_tokens > room[0] or drafts > room[1] or request_id in planned:
+                raise PlanError(
+                    f"row ({request_id!r}, {n_tokens} tokens, {drafts} drafts) is more than what this plan has reserved "
+                    f"for it, {room}, or is planned twice"
+                )
+            state = self._pool.states[request_id]
+            if not 0 < n_tokens <= state.ready or not 0 <= drafts <= state.draft_limit:
+                raise PlanError(
+                    f"row ({request_id!r}, {n_tokens} tokens, {drafts} drafts): the view allows 1 to {state.ready} "
+                    f"tokens and 0 to {state.draft_limit} drafts"
+                )
+            if drafts and n_tokens < state.ready:
+                raise PlanError(f"row ({request_id!r}): drafts on a row that stops short of the last known token")
+            planned.add(request_id)
+            total += n_tokens + drafts
+            states.append(state)
+        if total > self.token_budget:
+            raise PlanError(f"{total} tokens planned, but the budget of this step is {self.token_budget}")
+        return states
+
+    def _match(self, state: RequestState) -> Match:
+        # Where prompt logprobs are asked, every prompt token must be computed. Else all but the last may be reused.
+        limit = 0 if state.prompt_logprobs is not None else len(state.tokens) - 1
+        return self._kv.match(state.tokens, state.request.cache_key, limit, self._limits.reuse_tail)
+
+    def _start(self, state: RequestState, n_tokens: int, drafts: int) -> Answer:
+        """Admit a waiting request: bind its match, give it room, send it to the workers."""
+        if self.free_slots <= 0:
+            return Answer.LATER
+        match, known = self._match(state), len(state.tokens)
+        base = match.cached + match.pending
+        if match.pending or base + n_tokens > known or (drafts and base + n_tokens < known):
+            return Answer.LATER
+        upto = base + n_tokens + drafts
+        grant = self._kv.reserve(state.id, upto, match, state.request.cache_key, state.tokens)
+        if isinstance(grant, Answer):
+            return grant
+        if self._order is None:
+            self._order = list(self._pool.running)
+        state.refresh_waiting(match, self._limits.lookahead)
+        self._journal.append(partial(self._unstart, state, grant.entry, state.on_worker, state.cached_tokens))
+        if not state.on_worker:
+            request = state.request
+            self.message.new.append(NewRequest(
+                state.id, list(state.tokens), state.prompt_length, request.sampling, request.seed,
+                request.eos_token_ids, request.bad_words_token_ids,
+            ))
+        self.message.resumes.append(Resume(state.id, base))
+        self.message.grants.append((state.id, grant))
+        state.on_worker, state.computed, state.verified, state.told = True, base, base, known
+        if state.cached_tokens is None:
+            state.cached_tokens = base
+        self._pool.start(state)
+        return Answer.GRANTED
+
+    def _unstart(self, state: RequestState, entry: Any, on_worker: bool, cached_tokens: int | None) -> None:
+        self._kv.undo(entry)
+        self._pool.pause(state, Status.WAITING)
+        state.on_worker, state.cached_tokens = on_worker, cached_tokens
+        state.computed = state.verified = state.told = 0
+
+    def _resume(self, state: RequestState, entry: Any) -> None:
+        self._kv.undo(entry)
+        self._pool.start(state)

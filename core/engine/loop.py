@@ -1,0 +1,294 @@
+"""The one loop: plan, submit, collect, apply. Single-threaded and without a clock of its own.
+
+Synchronous, overlapped and pipelined execution are this loop with another ``depth`` (steps in flight) and ``chained``
+(whether one request may be in two of them).
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hotswap.core.engine.clock import Clock
+from hotswap.core.engine.context import Context, Limits, PlanError
+from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs, last_words
+from hotswap.core.engine.pool import RequestPool, RequestState, Status
+from hotswap.core.errors import ComponentError
+from hotswap.core.execution.messages import RowVerdict, StepMessage, Verdict
+from hotswap.core.interfaces.kvcache import KVCacheManager
+from hotswap.core.interfaces.parallel import Executor, Ticket
+from hotswap.core.interfaces.scheduler import Scheduler, StepOutcome
+from hotswap.core.request import FinishReason, OutputSink, Request
+
+logger = logging.getLogger(__name__)
+
+PLAN_ATTEMPTS = 3
+"""After so many failed plans in a row the live requests end with the scheduler's error: they cannot be served."""
+
+
+class Observers(Protocol):
+    """Calls the observers' hooks. ``active`` is False when there are none, and then nothing is prepared for them."""
+
+    @property
+    def active(self) -> bool: ...
+    def call(self, hook: str, **arguments: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    step_id: int
+    ticket: Ticket
+    states: list[RequestState]
+    submitted_at: float
+
+
+@dataclass
+class Parts:
+    """The components that the loop drives. Replaced between two steps when a part is exchanged."""
+
+    scheduler: Scheduler
+    kv: KVCacheManager
+    executor: Executor
+    observers: Observers
+
+
+class EngineLoop:
+    """``turn()`` does one thing and says whether it did any. Whoever drives it waits when it did not.
+
+    ``depth``: greatest number of steps in flight. ``chained``: see the module.
+    """
+
+    def __init__(self, parts: Parts, limits: Limits, clock: Clock, depth: int = 1, chained: bool = True) -> None:
+        self.parts, self.limits, self.clock, self.depth, self.chained = parts, limits, clock, depth, chained
+        self.pool = RequestPool()
+        self.in_flight: deque[StepInFlight] = deque()
+        self.submitted = self.collected = 0
+        self.steps = self.max_depth_seen = 0
+        self.progress_at = clock.now()
+        self.failed_plans = 0
+        self.last_plan_error: str | None = None
+        self._drops: list[str] = []
+        parts.kv.keep_events(parts.observers.active)
+
+    # requests
+
+    def add(self, request: Request, sink: OutputSink) -> None:
+        now = self.clock.now()
+        if not self.pool.states:
+            self.progress_at = now
+        left = self.limits.max_model_len - len(request.prompt_token_ids)
+        state = self.pool.add(request, sink, now, min(request.sampling.max_tokens or left, left))
+        if self.parts.observers.active:
+            self.parts.observers.call("hotswap_request_arrived", request=state, time=now)
+        self._guard("admit", lambda: self.parts.scheduler.admit(state))
+
+    def abort(self, request_id: str) -> None:
+        state = self.pool.states.get(request_id)
+        if state is not None:
+            self.finish(state, FinishReason.ABORT)
+
+    def finish(self, state: RequestState, reason: FinishReason, error: str | None = None) -> None:
+        """End a request that does not end by its own tokens."""
+        output = last_words(state, reason, error)
+        self._retire(state, reason)
+        self._deliver(state, output)
+
+    def finish_all(self, reason: FinishReason, error: str | None = None) -> None:
+        for state in list(self.pool.states.values()):
+            self.finish(state, reason, error)
+
+    # the loop
+
+    def turn(self) -> bool:
+        did = len(self.in_flight) < self.depth and self._plan_and_submit()
+        if self.in_flight and (not did or len(self.in_flight) >= self.depth):
+            self._collect()
+            did = True
+        if not self.pool.states:
+            self.progress_at = self.clock.now()
+        return did
+
+    def next_wakeup(self) -> float | None:
+        return self.parts.scheduler.next_wakeup()
+
+    def _plan_and_submit(self) -> bool:
+        if not (self.pool.states or self._drops):
+            return False
+        begun = self.clock.now()
+        context = Context(
+            self.pool, self.parts.kv, self.limits, self.submitted + 1, begun,
+            chained=self.chained, slots=self.depth, in_flight=len(self.in_flight),
+        )
+        try:
+            states = context.seal(self.parts.scheduler.plan(context))
+        except Exception as error:
+            self._plan_failed(context, error)
+            return not self.in_flight
+        self.failed_plans, self.last_plan_error = 0, None
+        message = context.message
+        if not (states or self._drops or message.has_operations):
+            return False
+        message.drops, self._drops = self._drops, []
+        now = self.clock.now()
+        for state in states:
+            if state.first_scheduled_at is None:
+                state.first_scheduled_at = now
+        if self.parts.observers.active:
+            self.parts.observers.call(
+                "hotswap_step_planned", message=message, holds=context.holds, time=begun, duration=now - begun,
+                suspensions=[(s.request, s.mode.value, s.reason) for s in context.suspensions],
+            )
+        self._submit(message, states, now)
+        return True
+
+    def _submit(self, message: StepMessage, states: list[RequestState], now: float) -> None:
+        self.submitted = message.step_id
+        ticket = self.parts.executor.submit(message)
+        self.in_flight.append(StepInFlight(message.step_id, ticket, states, now))
+        self.max_depth_seen = max(self.max_depth_seen, len(self.in_flight))
+
+    def _plan_failed(self, context: Context, error: Exception) -> None:
+        context.undo()
+        self.failed_plans += 1
+        name = type(self.parts.scheduler).__name__
+        problem = f"scheduler {name} made an invalid plan: {error}" if isinstance(error, PlanError) else str(
+            ComponentError("scheduler", name, "plan", error))
+        self.last_plan_error = problem
+        logger.error("%s (plan undone)", problem, exc_info=not isinstance(error, PlanError))
+        if self.parts.observers.active:
+            self.parts.observers.call(
+                "hotswap_plan_failed", component=f"scheduler:{name}", error=problem, time=context.now)
+        if self.failed_plans >= PLAN_ATTEMPTS and not self.in_flight:
+            self.failed_plans = 0
+            self.finish_all(FinishReason.ERROR, problem)
+
+    def _collect(self) -> None:
+        step = self.in_flight[0]
+        verdict = self.parts.executor.collect(step.ticket)
+        self.in_flight.popleft()
+        now = self.clock.now()
+        self.collected = step.step_id
+        self.steps += 1
+        kept: list[tuple[str, int]] = []
+        voided: list[str] = []
+        if verdict.error is not None:
+            self._fail_step(step, verdict)
+        else:
+            self._apply_rows(step, verdict.rows, now, kept, voided)
+        self._apply_suspensions(verdict)
+        kv = self.parts.kv
+        for fence in verdict.finished_transfers:
+            kv.on_fence(fence)
+        kv.on_fence(step.step_id)
+        duration = now - step.submitted_at
+        self._guard("observe", lambda: self.parts.scheduler.observe(
+            StepOutcome(step.step_id, now, kept, duration)))
+        if self.parts.observers.active:
+            self._report(step, verdict, voided, now, duration)
+        if step.states:
+            self.progress_at = now
+
+    def _apply_rows(
+        self, step: StepInFlight, rows: Iterable[RowVerdict], now: float, kept: list[tuple[str, int]],
+        voided: list[str],
+    ) -> None:
+        by_id = {row.request: row for row in rows}
+        running, kv = Status.RUNNING, self.parts.kv
+        for state in step.states:
+            state.land()
+            row = by_id.get(state.id)
+            if state.status is Status.DONE:
+                voided.append(state.id)
+                continue
+            if row is None:
+                self._fail(state, "the worker lost the request")
+                continue
+            if row.error is not None:
+                self._fail(state, row.error)
+                continue
+            if row.prompt_logprobs:
+                keep_prompt_logprobs(state, row)
+            ending = None
+            if row.kept:
+                output, ending = absorb(state, row, now)
+                kept.append((state.id, len(output.token_ids)))
+                if ending is not None:
+                    self._settle(state, row, kv)
+                    self._retire(state, ending.reason)
+                self._deliver(state, output)
+            if ending is None and state.status is running:
+                self._settle(state, row, kv)
+
+    def _settle(self, state: RequestState, row: RowVerdict, kv: KVCacheManager) -> None:
+        """Correct the bound and tell the KV manager what is known and sure."""
+        if state.status is not Status.RUNNING:
+            return  # its table went with the suspension
+        lengths = row.computed.values()
+        # Tokens that a stop rule cut off were computed but are not the request's: they must not become shareable.
+        state.settle(min(min(lengths), len(state.tokens)))
+        kv.commit(state.id, state.tokens[state.told :], state.verified)
+        state.told = len(state.tokens)
+
+    def _apply_suspensions(self, verdict: Verdict) -> None:
+        for suspended in verdict.suspended:
+            state = self.pool.states.get(suspended.request)
+            if state is None or state.status is not Status.SUSPENDING:
+                continue
+            state.status = Status.WAITING
+            state.computed = state.verified = state.told = state.kept_in_flight = 0
+            state.on_worker = suspended.swapped
+            state.preemptions += 1
+            self._guard("admit", lambda state=state: self.parts.scheduler.admit(state))  # type: ignore[misc]
+
+    def _fail_step(self, step: StepInFlight, verdict: Verdict) -> None:
+        logger.error("step %d failed: %s", step.step_id, verdict.error)
+        for state in step.states:
+            state.land()
+            if state.status is not Status.DONE:
+                self._fail(state, f"the step that computed this request failed: {verdict.error}")
+
+    def _fail(self, state: RequestState, error: str) -> None:
+        output = last_words(state, FinishReason.ERROR, error)
+        self._retire(state, FinishReason.ERROR)
+        self._deliver(state, output)
+
+    def _retire(self, state: RequestState, reason: FinishReason) -> None:
+        """Give back everything the request holds, exactly once."""
+        if state.status is Status.RUNNING:
+            fences = {self.submitted} if self.submitted > self.collected else ()
+            self.parts.kv.release(state.id, fences, retain=reason is not FinishReason.ERROR)
+        if state.on_worker:
+            self._drops.append(state.id)
+        self.pool.remove(state)
+        state.finish_reason, state.finished_at = reason, self.clock.now()
+        self._guard("drop", lambda: self.parts.scheduler.drop(state.id))
+        if self.parts.observers.active:
+            self.parts.observers.call(
+                "hotswap_request_finished", request=state, reason=reason.value, time=state.finished_at)
+
+    def _deliver(self, state: RequestState, output: Any) -> None:
+        try:
+            state.sink(output)
+        except Exception:
+            logger.exception("the sink of request %s raised; the request goes on without it", state.id)
+
+    def _guard(self, where: str, call: Callable[[], object]) -> None:
+        """A scheduler that raises outside ``plan`` is named in the log and harms no request."""
+        try:
+            call()
+        except Exception as error:
+            name = type(self.parts.scheduler).__name__
+            self.last_plan_error = str(ComponentError("scheduler", name, where, error))
+            logger.exception("%s", self.last_plan_error)
+
+    def _report(
+        self, step: StepInFlight, verdict: Verdict, voided: list[str], now: float, duration: float,
+    ) -> None:
+        kv, observers = self.parts.kv, self.parts.observers
+        observers.call(
+            "hotswap_step_finished", verdict=verdict, requests=step.states, voided=voided, usage=kv.usage(), time=now,
+            duration=duration,
+        )
+        if events := kv.events():
+            observers.call("hotswap_pages_evicted", events=events, time=now)

@@ -1,0 +1,164 @@
+"""The request pool: core's own state of every live request, and the sets of those that run and wait."""
+
+from collections import deque
+from enum import Enum
+from typing import Any, NamedTuple
+
+from hotswap.core.interfaces.kvcache import Match
+from hotswap.core.request import FinishReason, OutputSink, Request, TokenLogprob
+
+
+class Status(Enum):
+    """WAITING holds no pages. SUSPENDING has lost them in a plan whose step was not collected yet."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SUSPENDING = "suspending"
+    DONE = "done"
+
+
+class FlyingRow(NamedTuple):
+    """A submitted row: at most ``width`` tokens computed and ``kept`` kept (0 where it stops short of the last token)."""
+
+    width: int
+    kept: int
+
+
+class RequestState:
+    """One live request. Schedulers see it as a ``RequestView``; only core changes it.
+
+    Token counts: ``tokens`` are known (prompt, then output). ``computed`` is the upper bound of what lies in the cache
+    once everything in flight is done, ``verified`` what is certain, ``told`` how many tokens the KV manager has heard of.
+    """
+
+    __slots__ = (
+        "arrival", "attrs", "cached_tokens", "computed", "deadline", "draft_limit", "finish_reason", "finished_at",
+        "first_scheduled_at", "first_token_at", "flying", "id", "kept_in_flight", "match", "max_new", "on_worker",
+        "preemptions", "priority", "prompt_length", "prompt_logprobs", "ready", "request", "reusable", "sequence",
+        "sink", "status", "stop_ids", "tenant", "told", "tokens", "verified",
+    )
+
+    def __init__(self, request: Request, sink: OutputSink, arrival: float, sequence: int, max_new: int) -> None:
+        sampling = request.sampling
+        self.request, self.sink = request, sink
+        self.id, self.arrival, self.sequence = request.id, arrival, sequence
+        self.priority, self.tenant, self.deadline, self.attrs = (
+            request.priority, request.tenant, request.deadline, request.attrs,
+        )
+        self.tokens = list(request.prompt_token_ids)
+        self.prompt_length, self.max_new = len(self.tokens), max_new
+        eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
+        self.stop_ids = eos.union(sampling.stop_token_ids)
+        self.status = Status.WAITING
+        self.computed = self.verified = self.told = 0
+        self.ready = self.draft_limit = self.reusable = self.preemptions = self.kept_in_flight = 0
+        self.match: Match | None = None
+        self.flying: deque[FlyingRow] = deque()
+        self.on_worker = False
+        self.cached_tokens: int | None = None
+        self.first_scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = (
+            None if sampling.prompt_logprobs is None else [None] * self.prompt_length
+        )
+
+    @property
+    def running(self) -> bool:
+        return self.status is Status.RUNNING
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.flying)
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def refresh_running(self, lookahead: int, chained: bool) -> int:
+        """Bring the counts of a running request up to date; returns ``ready``.
+
+        Once everything in flight could end the request, it is not ready: a row beyond ``max_new`` would write past the
+        room that admission promised.
+        """
+        left = self.max_new - (len(self.tokens) - self.prompt_length) - self.kept_in_flight
+        if left <= 0 or (self.flying and not chained):
+            self.ready = 0
+            return 0
+        self.ready = ready = 1 if self.kept_in_flight else len(self.tokens) - self.computed
+        self.draft_limit = lookahead if lookahead < left else left - 1
+        return ready
+
+    def refresh_waiting(self, match: Match, lookahead: int) -> None:
+        """A waiting request could compute everything that the cache does not have."""
+        self.match = match
+        self.reusable = match.cached + match.pending
+        self.ready = len(self.tokens) - self.reusable
+        self.draft_limit = max(0, min(lookahead, self.max_new - self.output_length - 1))
+
+    def launch(self, n_tokens: int, draft_slots: int) -> None:
+        """A row has been planned. It samples when everything before it and itself reaches the last known token."""
+        samples = self.kept_in_flight or self.computed + n_tokens >= len(self.tokens)
+        kept = 1 + draft_slots if samples else 0
+        self.computed += n_tokens + draft_slots
+        self.kept_in_flight += kept
+        self.flying.append(FlyingRow(n_tokens + draft_slots, kept))
+
+    def land(self) -> None:
+        """The oldest row in flight has been collected."""
+        self.kept_in_flight -= self.flying.popleft().kept
+
+    def settle(self, verified: int) -> None:
+        """The worker has told the true length: correct the bound, without which a rejection would livelock the loop."""
+        self.verified = self.computed = verified
+        for row in self.flying:
+            self.computed += row.width
+
+
+class RequestPool:
+    """Every live request by id. ``running`` is in order of admission; waiting ones are only counted and found by id,
+    since their order is the scheduler's."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, RequestState] = {}
+        self.running: dict[str, RequestState] = {}
+        self._sequence = 0
+
+    def add(self, request: Request, sink: OutputSink, arrival: float, max_new: int) -> RequestState:
+        state = RequestState(request, sink, arrival, self._sequence, max_new)
+        self._sequence += 1
+        self.states[request.id] = state
+        return state
+
+    @property
+    def waiting(self) -> int:
+        return len(self.states) - len(self.running)
+
+    def start(self, state: RequestState) -> None:
+        state.status = Status.RUNNING
+        self.running[state.id] = state
+
+    def pause(self, state: RequestState, status: Status) -> None:
+        state.status = status
+        self.running.pop(state.id, None)
+
+    def resume_order(self, order: list[str]) -> None:
+        """Put the running set back into the order it had before a plan that was undone."""
+        self.running = {key: self.running[key] for key in order if key in self.running}
+
+    def remove(self, state: RequestState) -> None:
+        state.status = Status.DONE
+        self.running.pop(state.id, None)
+        del self.states[state.id]
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a person needs to see why nothing moves."""
+        return {
+            "running": [(s.id, s.computed, len(s.tokens), s.ready) for s in self.running.values()],
+            "waiting": [s.id for s in list(self.states.values())[:50] if s.status is not Status.RUNNING],
+        }

@@ -1,0 +1,160 @@
+"""What the stock schedulers share: a waiting line, service in order, and making room by suspending those behind."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Part
+from hotswap.core.interfaces.scheduler import (
+    Answer,
+    PlanContext,
+    QueuePolicy,
+    RequestView,
+    Row,
+    Scheduler,
+    StepOutcome,
+)
+from hotswap.plugins.schedulers.waiting import Key, WaitingLine
+
+
+class QueueOptions(ComponentOptions):
+    policy: Annotated[ComponentRef, Part("queue_policy")] = ComponentRef(use="fcfs")
+    """The order in which requests are served."""
+
+
+class Step:
+    """One plan in the making: the rows so far, what is left of the budget, who was suspended."""
+
+    def __init__(self, ctx: PlanContext) -> None:
+        self.ctx = ctx
+        self.rows: list[Row] = []
+        self.left = ctx.token_budget
+        self.planned: set[str] = set()
+        self.suspended: set[str] = set()
+
+    @property
+    def full(self) -> bool:
+        return self.left <= 0 or len(self.rows) >= self.ctx.row_limit
+
+    def extend(self, request_id: str, most: int) -> None:
+        """Give a planned row more of its tokens, up to ``most``, from what is left; it has room for them already."""
+        index = next(i for i, row in enumerate(self.rows) if row.request == request_id)
+        n_tokens = min(most, self.rows[index].n_tokens + self.left)
+        if self.ctx.reserve(request_id, n_tokens) is Answer.GRANTED:
+            self.left -= n_tokens - self.rows[index].n_tokens
+            self.rows[index] = Row(request_id, n_tokens)
+
+    def add(self, request_id: str, n_tokens: int, drafts: int) -> None:
+        self.rows.append(Row(request_id, n_tokens, drafts))
+        self.planned.add(request_id)
+        self.left -= n_tokens + drafts
+
+
+class QueueScheduler(Scheduler):
+    """Base of the stock schedulers. A request that is served first can always get room: those behind it give way."""
+
+    Options = QueueOptions
+
+    def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options, parts)
+        self.policy: QueuePolicy = self.parts["policy"]
+        self.waiting = WaitingLine(self.policy)
+        self._keys: dict[str, Key] = {}
+        self._now = 0.0
+
+    def admit(self, view: RequestView) -> None:
+        self.policy.admit(view)
+        self._keys[view.id] = self.policy.key(view, self._now)
+        self.waiting.push(view, self._now)
+
+    def drop(self, request_id: str) -> None:
+        self.policy.drop(request_id)
+        self._keys.pop(request_id, None)
+        self.waiting.remove(request_id)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self._now = outcome.now
+        self.policy.observe(outcome)
+
+    def key(self, view: RequestView) -> Key:
+        """The policy's key, remembered where it cannot change."""
+        if self.policy.dynamic or view.id not in self._keys:
+            self._keys[view.id] = self.policy.key(view, self._now)
+        return self._keys[view.id]
+
+    def serve_decodes(self, step: Step, views: list[RequestView]) -> None:
+        for view in self.in_order(views):
+            if step.full:
+                step.ctx.hold(view.id, "the step is full")
+            elif view.id not in step.suspended:
+                self.serve(step, view, 1)
+
+    def startable(self, step: Step) -> Iterator[RequestView]:
+        """Waiting requests in order, as long as the step and the slots have room; the caller starts each or stops.
+
+        Where all slots are taken, a preemptive policy lets the head take the place of one behind it. That step
+        only suspends: the head starts when the slot is free.
+        """
+        ctx = step.ctx
+        while not step.full and (head := self.waiting.head(ctx.now)) is not None:
+            if ctx.free_slots <= 0 and not (self.policy.preemptive and self.suspend_one_behind(step, head)):
+                return
+            view = ctx.view(head.id)
+            if not view.ready:
+                return
+            yield view
+
+    def serve(self, step: Step, view: RequestView, n_tokens: int) -> bool:
+        """Plan a running request's next tokens; sheds drafts, then suspends those behind it, before it gives up."""
+        ctx, drafts = step.ctx, 0
+        if n_tokens == view.ready and view.draft_limit:
+            drafts = min(view.draft_limit, step.left - n_tokens)
+        answer = ctx.reserve(view.id, n_tokens, drafts)
+        if answer is not Answer.GRANTED and drafts:
+            drafts = 0
+            answer = ctx.reserve(view.id, n_tokens)
+        while answer is Answer.NO and self.suspend_one_behind(step, view):
+            answer = ctx.reserve(view.id, n_tokens)
+        if answer is Answer.GRANTED:
+            step.add(view.id, n_tokens, drafts)
+            return True
+        ctx.hold(view.id, f"no room: {answer.value}")
+        return False
+
+    def start(self, step: Step, view: RequestView, n_tokens: int) -> bool:
+        """Start a waiting request with its first tokens (or none yet), once there is room for all that is known of it.
+
+        Room for a first chunk alone would let it start, run short, and be suspended again, over and over.
+        """
+        ctx = step.ctx
+        drafts = min(view.draft_limit, step.left - n_tokens) if n_tokens == view.ready else 0
+        answer = ctx.reserve(view.id, view.ready, drafts)
+        if answer is not Answer.GRANTED and drafts:
+            drafts = 0
+            answer = ctx.reserve(view.id, view.ready)
+        while answer is Answer.NO and self.policy.preemptive and self.suspend_one_behind(step, view):
+            answer = ctx.reserve(view.id, view.ready)
+        if answer is not Answer.GRANTED:
+            ctx.hold(view.id, f"cannot start: {answer.value}")
+            return False
+        self.waiting.remove(view.id)
+        if n_tokens:
+            step.add(view.id, n_tokens, drafts)
+        return True
+
+    def suspend_one_behind(self, step: Step, view: RequestView) -> bool:
+        """Suspend the running request with the largest victim key, if that is behind ``view`` and not planned yet."""
+        candidates = [
+            other for other in step.ctx.running
+            if other.id != view.id and other.id not in step.planned and other.id not in step.suspended
+        ]
+        if not candidates:
+            return False
+        victim = max(candidates, key=lambda other: self.policy.victim_key(other, step.ctx.now))
+        if self.policy.victim_key(victim, step.ctx.now) <= self.key(view):
+            return False
+        step.ctx.suspend(victim.id, reason=f"makes room for {view.id}")
+        step.suspended.add(victim.id)
+        return True
+
+    def in_order(self, views: list[RequestView]) -> list[RequestView]:
+        return sorted(views, key=self.key)
