@@ -1,0 +1,167 @@
+"""The GGUF container (llama.cpp's file format, versions 2 and 3): metadata, tensor table, dequantisation.
+
+The header is parsed here and not by the ``gguf`` package, whose reader makes one array object per string of the
+vocabulary and so needs seconds where this needs tenths; the block formats are dequantised by that package.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from hotswap.core.errors import ModelLoadError
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_U64 = struct.Struct("<Q")
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """``shape`` in torch's order, slowest first; ``offset`` from the start of the file; ``type`` is ggml's type id."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    num_bytes: int
+
+
+class GGUFFile:
+    """A mapped .gguf file: ``metadata`` by key (arrays as lists), ``tensors`` by llama.cpp's names.
+
+    Opening reads the header alone. ModelLoadError for anything that is not a whole, readable GGUF file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = path.stat().st_size
+        if self.size < 24:
+            raise ModelLoadError(f"{path} has {self.size} bytes, too few for a GGUF header: download it again")
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._read_header()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ModelLoadError(
+                f"the header of {path} is damaged or cut off (the file has {self.size} bytes): download it again ({error})"
+            ) from error
+
+    def _read_header(self) -> None:
+        if self._map[:4] != b"GGUF":
+            raise ModelLoadError(f"{self.path} is not a GGUF file: it starts with {self._map[:4]!r}, expected b'GGUF'")
+        version, num_tensors, num_fields = struct.unpack_from("<IQQ", self._map, 4)
+        if version not in _VERSIONS:
+            raise ModelLoadError(f"{self.path} is GGUF version {version}, supported are {_VERSIONS}: convert it again")
+        cursor = _Cursor(self._map, 24)
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_fields):
+            key = cursor.string()
+            self.metadata[key] = cursor.value(cursor.scalar("<I"))
+        entries = [cursor.tensor_entry() for _ in range(num_tensors)]
+        alignment = int(self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+        if alignment <= 0:
+            raise ModelLoadError(f"{self.path} states general.alignment {alignment}, expected a positive number")
+        data_start = -(-cursor.position // alignment) * alignment
+        self.tensors = {
+            name: GGUFTensor(name, shape, type_id, data_start + offset, self._tensor_bytes(name, shape, type_id))
+            for name, shape, type_id, offset in entries
+        }
+        end = max((t.offset + t.num_bytes for t in self.tensors.values()), default=data_start)
+        if end > self.size:
+            raise ModelLoadError(
+                f"{self.path} is truncated: its tensors need {end} bytes, the file has {self.size}: download it again"
+            )
+
+    def _tensor_bytes(self, name: str, shape: tuple[int, ...], type_id: int) -> int:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
+        except (ValueError, KeyError) as error:
+            raise ModelLoadError(
+                f"tensor {name!r} of {self.path} has the unknown ggml type {type_id}: a newer gguf package may know it"
+            ) from error
+        if not shape or shape[-1] % block_values:
+            raise ModelLoadError(f"tensor {name!r} of {self.path} has shape {shape}, rows must be multiples of {block_values}")
+        return cast(int, prod(shape) // block_values * block_bytes)
+
+    def dequantize(self, name: str) -> "np.ndarray[Any, Any]":
+        """The values of a tensor as float32, in a new array of its shape."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self.tensors[name]
+        raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+        kind = GGMLQuantizationType(tensor.type)
+        try:
+            if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+                raw = raw.view(np.float32 if kind == GGMLQuantizationType.F32 else np.float16)
+                return raw.astype(np.float32).reshape(tensor.shape)
+            rows = raw.reshape(*tensor.shape[:-1], -1)
+            return np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32).reshape(tensor.shape)
+        except NotImplementedError as error:
+            raise ModelLoadError(f"tensor {name!r} of {self.path} is stored as {kind.name}, which cannot be read") from error
+
+
+class _Cursor:
+    """Reads little-endian values one after the other; struct.error where the file ends too soon."""
+
+    def __init__(self, buffer: mmap.mmap, position: int) -> None:
+        self.buffer = buffer
+        self.position = position
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(code, self.buffer, self.position)
+        self.position += struct.calcsize(code)
+        return value
+
+    def string(self) -> str:
+        (value,) = self.strings(1)
+        return value
+
+    def value(self, type_id: int) -> Any:
+        if type_id == _STRING:
+            return self.string()
+        if type_id in _SCALARS:
+            return self.scalar(_SCALARS[type_id])
+        if type_id != _ARRAY:
+            raise struct.error(f"unknown metadata type {type_id} at offset {self.position}")
+        element, count = struct.unpack_from("<IQ", self.buffer, self.position)
+        self.position += 12
+        if element == _STRING:
+            return self.strings(count)
+        if element not in _SCALARS:
+            raise struct.error(f"unknown array element type {element} at offset {self.position}")
+        code = f"<{count}{_SCALARS[element][1]}"
+        values = struct.unpack_from(code, self.buffer, self.position)
+        self.position += struct.calcsize(code)
+        return list(values)
+
+    def strings(self, count: int) -> list[str]:
+        # A vocabulary has 10^5 of them: one loop over local names, which is several times faster than string().
+        buffer, position, size, unpack = self.buffer, self.position, len(self.buffer), _U64.unpack_from
+        values = []
+        for _ in range(count):
+            start = position + 8
+            position = start + unpack(buffer, position)[0]
+            if position > size:
+                raise struct.error(f"a string at offset {start} does not fit into the file")
+            values.append(buffer[start:position].decode("utf-8"))
+        self.position = position
+        return values
+
+    def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self.string()
+        num_dimensions = self.scalar("<I")
+        if num_dimensions > _MAX_DIMENSIONS:
+            raise struct.error(f"tensor {name!r} has {num_dimensions} dimensions")
+        dims = [self.scalar("<Q") for _ in range(num_dimensions)]
+        return name, tuple(reversed(dims)), self.scalar("<I"), self.scalar("<Q")
