@@ -32,7 +32,7 @@ class Observers(Protocol):
 
     @property
     def active(self) -> bool: ...
-    def call(self, hook: str, **arguments: Any) -> None: ...
+    def notify(self, hook: str, **arguments: Any) -> None: ...
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class EngineLoop:
         left = self.limits.max_model_len - len(request.prompt_token_ids)
         state = self.pool.add(request, sink, now, min(request.sampling.max_tokens or left, left))
         if self.parts.observers.active:
-            self.parts.observers.call("hotswap_request_arrived", request=state, time=now)
+            self.parts.observers.notify("hotswap_request_arrived", request=state, time=now)
         self._guard("admit", lambda: self.parts.scheduler.admit(state))
 
     def abort(self, request_id: str) -> None:
@@ -101,9 +101,9 @@ class EngineLoop:
     # the loop
 
     def turn(self) -> bool:
-        did = len(self.in_flight) < self.depth and self._plan_and_submit()
+        did = len(self.in_flight) < self.depth and self.plan_and_submit()
         if self.in_flight and (not did or len(self.in_flight) >= self.depth):
-            self._collect()
+            self.collect()
             did = True
         if not self.pool.states:
             self.progress_at = self.clock.now()
@@ -112,7 +112,8 @@ class EngineLoop:
     def next_wakeup(self) -> float | None:
         return self.parts.scheduler.next_wakeup()
 
-    def _plan_and_submit(self) -> bool:
+    def plan_and_submit(self) -> bool:
+        """Plan one step and hand it to the executor; False when there is nothing to hand over."""
         if not (self.pool.states or self._drops):
             return False
         begun = self.clock.now()
@@ -135,7 +136,7 @@ class EngineLoop:
             if state.first_scheduled_at is None:
                 state.first_scheduled_at = now
         if self.parts.observers.active:
-            self.parts.observers.call(
+            self.parts.observers.notify(
                 "hotswap_step_planned", message=message, holds=context.holds, time=begun, duration=now - begun,
                 suspensions=[(s.request, s.mode.value, s.reason) for s in context.suspensions],
             )
@@ -157,13 +158,14 @@ class EngineLoop:
         self.last_plan_error = problem
         logger.error("%s (plan undone)", problem, exc_info=not isinstance(error, PlanError))
         if self.parts.observers.active:
-            self.parts.observers.call(
+            self.parts.observers.notify(
                 "hotswap_plan_failed", component=f"scheduler:{name}", error=problem, time=context.now)
         if self.failed_plans >= PLAN_ATTEMPTS and not self.in_flight:
             self.failed_plans = 0
             self.finish_all(FinishReason.ERROR, problem)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Wait for the oldest step in flight and apply its verdict."""
         step = self.in_flight[0]
         verdict = self.parts.executor.collect(step.ticket)
         self.in_flight.popleft()
@@ -264,7 +266,7 @@ class EngineLoop:
         state.finish_reason, state.finished_at = reason, self.clock.now()
         self._guard("drop", lambda: self.parts.scheduler.drop(state.id))
         if self.parts.observers.active:
-            self.parts.observers.call(
+            self.parts.observers.notify(
                 "hotswap_request_finished", request=state, reason=reason.value, time=state.finished_at)
 
     def _deliver(self, state: RequestState, output: Any) -> None:
@@ -286,9 +288,9 @@ class EngineLoop:
         self, step: StepInFlight, verdict: Verdict, voided: list[str], now: float, duration: float,
     ) -> None:
         kv, observers = self.parts.kv, self.parts.observers
-        observers.call(
+        observers.notify(
             "hotswap_step_finished", verdict=verdict, requests=step.states, voided=voided, usage=kv.usage(), time=now,
             duration=duration,
         )
         if events := kv.events():
-            observers.call("hotswap_pages_evicted", events=events, time=now)
+            observers.notify("hotswap_pages_evicted", events=events, time=now)

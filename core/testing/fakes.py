@@ -1,0 +1,225 @@
+"""A model, a device and an executor that need no torch, for tests of everything that runs on the host.
+
+The oracle: a cache slot holds a hash of the whole history up to its token. Every read is checked, so a page that was
+given away too early, filled wrongly or shared wrongly shows at once, whatever the output. The device runs late, and
+poisons pages the moment the host gives them away, so that reuse before a fence has passed is seen too.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from hotswap.core.execution.messages import RowVerdict, StepMessage, Suspended, Verdict
+from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec, GroupGrant
+from hotswap.core.interfaces.model import ModelFacts
+from hotswap.core.interfaces.parallel import Executor, RankPlan, Ticket, WorkerFactory, WorkerInfo
+from hotswap.core.interfaces.scheduler import Row
+
+POISON = object()
+VOCAB_SIZE = 13
+
+
+class CacheCorruption(AssertionError):
+    """A slot did not hold what a request's history says it must."""
+
+
+def next_token(tokens: Sequence[int], seed: int = 0) -> int:
+    """The toy language: the next token follows from the last three, the length and the seed."""
+    weighted = sum((place + 1) * token for place, token in enumerate(tokens[-3:]))
+    return (weighted * 7 + len(tokens) // 11 + seed * 5) % VOCAB_SIZE
+
+
+def continuation(prompt: Sequence[int], count: int, seed: int = 0, stop: frozenset[int] = frozenset()) -> list[int]:
+    """What an undisturbed run of the toy language gives."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt):]
+
+
+class _Sequence:
+    """One request on the fake device."""
+
+    def __init__(self, tokens: list[int], seed: int, groups: Sequence[str]) -> None:
+        self.tokens, self.seed, self.computed = tokens, seed, 0
+        self.tables: dict[str, dict[int, int]] = {group: {} for group in groups}
+
+
+class FakeWorker:
+    """Carries out step messages on toy requests. Follows the order of work of ``StepMessage`` to the letter.
+
+    ``lookahead`` drafts are proposed a row; each is right with probability ``skill``. ``windows``: cache groups, with the
+    number of tokens a query sees there, None for all.
+    """
+
+    def __init__(
+        self, windows: dict[str, int | None] | None = None, *, lookahead: int = 0, skill: float = 0.6,
+        max_model_len: int = 1 << 20, seed: int = 0,
+    ) -> None:
+        self.windows = windows or {"full": None}
+        self.lookahead, self.skill, self.max_model_len = lookahead, skill, max_model_len
+        self.rng = random.Random(seed)
+        self.sequences: dict[str, _Sequence] = {}
+        self.memory: dict[str, dict[int, Any]] = {}
+        self.page_size: dict[str, int] = {}
+        self.reads = self.drafted = self.accepted = 0
+
+    def info(self) -> WorkerInfo:
+        specs = tuple(
+            CacheSpec(group, (0,), 1, 1, 1, "window" if window else "full", window)
+            for group, window in self.windows.items()
+        )
+        facts = ModelFacts("toy", 1, 1, VOCAB_SIZE, self.max_model_len)
+        return WorkerInfo(facts, specs, None, self.lookahead, 0, 1 << 30, self.max_model_len)
+
+    def allocate(self, plan: CachePlan) -> None:
+        self.page_size = {group: share.page_size for group, share in plan.groups.items()}
+        self.memory = {group: {} for group in plan.groups}
+
+    def close(self) -> None:
+        self.sequences.clear()
+
+    def poison(self, group: str, page: int) -> None:
+        size = self.page_size[group]
+        for slot in range(page * size, (page + 1) * size):
+            self.memory[group][slot] = POISON
+
+    def execute(self, message: StepMessage) -> Verdict:
+        verdict = Verdict(message.step_id)
+        for request, _ in message.suspensions:
+            length = self.sequences.pop(request).computed
+            verdict.suspended.append(Suspended(request, {group: length for group in self.windows}))
+        for request in message.drops:
+            self.sequences.pop(request, None)
+        for new in message.new:
+            self.sequences[new.id] = _Sequence(list(new.tokens), new.seed, list(self.windows))
+        for request, computed in message.resumes:
+            self.sequences[request].computed = computed
+        for request, grant in message.grants:
+            for group, change in grant.groups.items():
+                self._grant(self.sequences[request].tables, group, change)
+        for row in message.rows:
+            verdict.rows.append(self._row(row))
+        return verdict
+
+    def _grant(self, tables: dict[str, dict[int, int]], group: str, change: GroupGrant) -> None:
+        table = {i: page for i, page in tables[group].items() if change.first_live <= i < change.truncate_to}
+        begin, size, memory = max(change.truncate_to, change.first_live), self.page_size[group], self.memory[group]
+        table.update({begin + i: page for i, page in enumerate(change.pages)})
+        tables[group] = table
+        for source, target in change.copies:
+            for offset in range(size):
+                memory[target * size + offset] = memory.get(source * size + offset, POISON)
+
+    def _row(self, row: Row) -> RowVerdict:
+        sequence = self.sequences[row.request]
+        begin, tokens = sequence.computed, sequence.tokens
+        end = begin + row.n_tokens
+        if end > len(tokens):
+            raise AssertionError(f"row of {row.request} computes {end} tokens, {len(tokens)} are known")
+        samples = end == len(tokens)
+        drafts = self._propose(sequence, row.draft_slots) if samples else []
+        self._attend(row.request, sequence, tokens[:end] + drafts, begin)
+        kept: list[int] = []
+        if samples:
+            for draft in drafts:
+                if next_token(tokens + kept, sequence.seed) != draft:
+                    break
+                kept.append(draft)
+            kept.append(next_token(tokens + kept, sequence.seed))
+            tokens.extend(kept)
+        accepted = max(0, len(kept) - 1)
+        sequence.computed = end + accepted
+        self.drafted += len(drafts)
+        self.accepted += accepted
+        return RowVerdict(row.request, kept, dict.fromkeys(self.windows, end + accepted), len(drafts), accepted)
+
+    def _propose(self, sequence: _Sequence, slots: int) -> list[int]:
+        drafts: list[int] = []
+        for _ in range(slots):
+            right = next_token(sequence.tokens + drafts, sequence.seed)
+            drafts.append(right if self.rng.random() < self.skill else (right + 1) % VOCAB_SIZE)
+        return drafts
+
+    def _attend(self, request: str, sequence: _Sequence, tokens: list[int], begin: int) -> None:
+        """Write the new slots, then check every slot that their queries would read."""
+        digests, digest = [], 0
+        for token in tokens:
+            digest = hash((digest, token))
+            digests.append(digest)
+        for group, window in self.windows.items():
+            table, size, memory = sequence.tables[group], self.page_size[group], self.memory[group]
+            for position in range(begin, len(tokens)):
+                memory[table[position // size] * size + position % size] = digests[position]
+            first = max(0, begin - window + 1) if window else 0
+            for position in range(first, len(tokens)):
+                held = memory.get(table[position // size] * size + position % size)
+                self.reads += 1
+                if held != digests[position]:
+                    what = "a poisoned page" if held is POISON else "another history"
+                    raise CacheCorruption(f"{request} reads {what} at position {position} of group {group!r}")
+
+
+class LateExecutor(Executor):
+    """Runs a step when it is collected, or a random number of turns earlier, never inside ``submit``; poisons the fresh
+    pages of a grant at once, as a device would overwrite them."""
+
+    contract: ClassVar[str] = "executor/1"
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.rng = random.Random(seed)
+        self.worker: FakeWorker | None = None
+        self.queue: deque[StepMessage] = deque()
+        self.verdicts: dict[Ticket, Verdict] = {}
+        self.messages: list[StepMessage] = []
+
+    def launch(self, factory: WorkerFactory, plan: RankPlan) -> WorkerInfo:
+        worker = factory(plan, 0)
+        assert isinstance(worker, FakeWorker), "LateExecutor drives a FakeWorker"
+        self.worker = worker
+        return worker.info()
+
+    def allocate(self, plan: CachePlan) -> None:
+        self._device.allocate(plan)
+
+    def submit(self, message: StepMessage) -> Ticket:
+        computed = dict(message.resumes)
+        for request, grant in message.grants:
+            for group, change in grant.groups.items():
+                shared = -(-computed.get(request, 0) // self._device.page_size[group])
+                begin = max(change.truncate_to, change.first_live)
+                for index, page in enumerate(change.pages):
+                    if begin + index >= shared:
+                        self._device.poison(group, page)
+        self.queue.append(message)
+        self.messages.append(message)
+        while self.queue and self.rng.random() < 0.3:
+            self._run_one()
+        return message.step_id
+
+    def collect(self, ticket: Ticket) -> Verdict:
+        while ticket not in self.verdicts:
+            self._run_one()
+        return self.verdicts.pop(ticket)
+
+    def done(self, ticket: Ticket) -> bool:
+        return ticket in self.verdicts
+
+    def health(self) -> str | None:
+        return None
+
+    def stop(self) -> None:
+        self.queue.clear()
+
+    @property
+    def _device(self) -> FakeWorker:
+        assert self.worker is not None, "launch() comes first"
+        return self.worker
+
+    def _run_one(self) -> None:
+        message = self.queue.popleft()
+        self.verdicts[message.step_id] = self._device.execute(message)
