@@ -81,6 +81,17 @@ class Description:
     requires: tuple[Requirement, ...] = ()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a component was found. ``contract`` is the class's, e.g. "scheduler/1"."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    contract: str
+
+
 class Component(ABC):
     """Base class of every part.
 
@@ -92,12 +103,19 @@ class Component(ABC):
     contract: ClassVar[str]  # "scheduler/1"
     Options: ClassVar[type[ComponentOptions]] = ComponentOptions
     RequestOptions: ClassVar[type[RequestOptions] | None] = None
+    origin: Origin | None = None
+    """Set by the registry on what it builds."""
 
     def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
         """``options`` is an instance of ``Options``; ``parts`` maps each option marked with :class:`Part` to its
-        built component."""
+        built component. Reads nothing, opens nothing: ``hotswap config check`` builds components, too."""
         self.options: Any = self.Options() if options is None else options
         self.parts: Mapping[str, Any] = parts or {}
+
+    @property
+    def label(self) -> str:
+        """``kind:name``, as logs and errors name it; the class's name stands in where no registry built it."""
+        return f"{self.kind}:{self.origin.name if self.origin else type(self).__name__}"
 
     def describe(self) -> Description:
         return Description()

@@ -1,0 +1,235 @@
+"""Where values come from: defaults < file < environment < flags, merged key by key, each key's source remembered.
+
+The environment names a key by its path, ``HOTSWAP_SERVER__PORT=9002``; a flag does so with dots, ``server.port=9003``.
+Their values are YAML, so numbers, lists and ``null`` can be given. A list is replaced as a whole.
+"""
+
+import copy
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import ValidationError
+
+from hotswap.core.config.schema import SECTIONS, Config, known_keys
+from hotswap.core.errors import ConfigError
+from hotswap.core.explain import SECRET_KEY, Problem, explain, join, raise_problems, redact
+
+ENVIRONMENT_PREFIX = "HOTSWAP_"
+
+RENAMED: dict[str, str] = {}
+"""Old path -> new path. An entry stays for two minor releases, in which the old name works with a warning."""
+
+ALTERNATIVES = (("model.name", "model.path"), ("kvcache.memory", "kvcache.num_blocks"))
+"""Keys that exclude each other: one from a flag takes the place of the other from a file."""
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A valid config, and where each of its values came from.
+
+    ``sources``: dotted path of every value given -> "file NAME", "environment NAME", "flag" or "argument"; a path that
+    is missing is a default. ``warnings``: what the operator should read.
+    """
+
+    config: Config
+    sources: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def source(self, path: str) -> str:
+        """The source of the value at ``path``, or of the section or list that holds it."""
+        while path and path not in self.sources:
+            path = path[:max(path.rfind("."), path.rfind("["), 0)]
+        return self.sources.get(path, "default")
+
+    def effective(self) -> dict[str, Any]:
+        """Every value, core's defaults included, as JSON; secrets are hidden."""
+        plain: dict[str, Any] = redact(self.config.model_dump(mode="json"))
+        return plain
+
+
+class Assignment(NamedTuple):
+    """One value from the environment or a flag."""
+
+    path: tuple[str, ...]
+    value: Any
+    source: str
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any], sets: Iterable[str] = (), environ: Mapping[str, str] | None = None,
+) -> ResolvedConfig:
+    """Read a .yaml, .yml, .json or .toml file (or take a mapping), and put the environment and then the flags ``sets``
+    ("scheduler.use=continuous") on top. ``environ``: None for the process's own.
+
+    Raises ConfigError, which tells every problem that was found.
+    """
+    if isinstance(source, Mapping):
+        values, origin = copy.deepcopy(dict(source)), "argument"
+    else:
+        values, origin = read_file(Path(source)), f"file {source}"
+    sources = {path: origin for path in _leaves(values)}
+    warnings = _rename(values, sources)
+    for assignment in [*_environment(os.environ if environ is None else environ), *map(_flag, sets)]:
+        warnings += _assign(values, sources, assignment)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise_problems([_with_source(p, sources) for p in explain(error, Config, known=known_keys())])
+        raise
+    return ResolvedConfig(config, sources, tuple(warnings))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML, JSON or TOML file. ConfigError says where it cannot be parsed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the config file '{path}': {reason}.") from error
+    try:
+        values = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"cannot parse the config file '{path}': {_one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"the config file '{path}' should hold keys and values ('model: NAME'), not {values!r:.60}.")
+    return values
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document, plain types only. A key given twice is an error; ``1e-5`` is a number."""
+    return yaml.load(text, Loader=_Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                problem = f"the key '{key.value}' is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+# YAML 1.1, which PyYAML reads, wants a dot in every number with an exponent.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+def _environment(environ: Mapping[str, str]) -> list[Assignment]:
+    """HOTSWAP_SERVER__PORT=9002 -> server.port. Outer keys come first, so that inner ones change them."""
+    found = []
+    for name in sorted(environ):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            path = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
+            found.append(Assignment(path, _value(environ[name], name), f"environment {name}"))
+    return found
+
+
+def _flag(text: str) -> Assignment:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {text}: should be KEY=VALUE, such as scheduler.use=continuous.")
+    return Assignment(tuple(key.strip().split(".")), _value(value, f"--set {key}"), "flag")
+
+
+def _value(text: str, where: str) -> Any:
+    try:
+        return parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: the value is no YAML; quote it. {_one_line(error)}") from error
+
+
+def _assign(values: dict[str, Any], sources: dict[str, str], assignment: Assignment) -> list[str]:
+    """Set one value, replacing what lies at its path. Returns warnings."""
+    path, warnings = _current_path(assignment.path, assignment.source)
+    if len(path) == 1 and path[0] in SECTIONS and path[0] != "model" and isinstance(assignment.value, str):
+        path = (*path, "use")  # scheduler=continuous keeps the scheduler section's other keys
+    section = values
+    for depth in range(1, len(path)):
+        section = _section(section, path[:depth], assignment)
+    section[path[-1]] = assignment.value
+    dotted = ".".join(path)
+    for pair in ALTERNATIVES:
+        if dotted in pair:
+            other = pair[1 - pair.index(dotted)]
+            section.pop(other.rpartition(".")[2], None)
+            sources.pop(other, None)
+    for old in [key for key in sources if key.startswith((f"{dotted}.", f"{dotted}["))]:
+        del sources[old]
+    sources |= {dotted: assignment.source}
+    return warnings
+
+
+def _section(parent: dict[str, Any], path: tuple[str, ...], assignment: Assignment) -> dict[str, Any]:
+    """The mapping at the last key of ``path``, made where there is none; a bare name is spelt out."""
+    value = parent.get(path[-1])
+    if value is None:
+        value = {}
+    elif isinstance(value, str):
+        value = {"name" if path == ("model",) else "use": value}
+    elif not isinstance(value, dict):
+        what = "a list; give it whole" if isinstance(value, list) else "a single value"
+        message = f"cannot be set by {assignment.source}: {'.'.join(path)} is {what}."
+        raise ConfigError(message, ".".join(assignment.path))
+    parent[path[-1]] = value
+    return value
+
+
+def _rename(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
+    """Move values from renamed keys to the new ones, in place. Returns warnings."""
+    warnings = []
+    for old, new in RENAMED.items():
+        source = sources.pop(old, None)
+        if source is None:
+            continue
+        if new in sources:
+            raise ConfigError(f"is the old name of '{new}', which is given, too; keep the new one.", old)
+        *outer, key = old.split(".")
+        section = values
+        for part in outer:
+            section = section[part]
+        value = section.pop(key)
+        _assign(values, sources, Assignment(tuple(new.split(".")), value, source))
+        warnings.append(_renamed(old, new, source))
+    return warnings
+
+
+def _current_path(path: tuple[str, ...], source: str) -> tuple[tuple[str, ...], list[str]]:
+    old = ".".join(path)
+    if old not in RENAMED:
+        return path, []
+    return tuple(RENAMED[old].split(".")), [_renamed(old, RENAMED[old], source)]
+
+
+def _renamed(old: str, new: str, source: str) -> str:
+    return f"'{old}' ({source}) is now called '{new}'; the old name will be refused after two minor releases"
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every value that is not a mapping itself; secret mappings count as one value."""
+    for key, value in values.items():
+        path = join(prefix, str(key))
+        if isinstance(value, Mapping) and value and not SECRET_KEY.search(str(key)):
+            yield from _leaves(value, path)
+        else:
+            yield path
+
+
+def _with_source(problem: Problem, sources: Mapping[str, str]) -> Problem:
+    """Say where a wrong value came from, unless it is in the file that the user has at hand."""
+    path = problem.path
+    given = {source for key, source in sources.items() if key == path or key.startswith(f"{path}.")}
+    foreign = sorted(source for source in given if source.startswith("environment"))
+    return Problem(path, f"{problem.message} (Given by {', '.join(foreign)}.)") if foreign else problem
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

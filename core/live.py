@@ -1,0 +1,150 @@
+"""The components of one running engine, held by pluggy, and the hub through which observers are told what happens."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import pluggy
+
+from hotswap.core.errors import BrokenComponentError
+from hotswap.core.hooks import HookSpecs
+from hotswap.core.interfaces.component import Component
+
+log = logging.getLogger(__name__)
+
+
+class ObserverHub:
+    """Calls hooks, one implementation after the other. One that raises is logged, counted, and silenced for good; its
+    exception reaches neither the engine nor another observer."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        """How many components were silenced since the start."""
+        self.silenced: dict[str, str] = {}
+        """Why, per label, as long as the component is registered."""
+        self.active = False
+        """Whether anybody listens to anything: ask it before gathering what a hook is told."""
+        self._listeners: dict[str, list[tuple[str, Callable[..., object], tuple[str, ...]]]] = {
+            name: [] for name in vars(HookSpecs) if name.startswith("hotswap_")
+        }
+
+    def listens(self, hook: str) -> bool:
+        """Whether anybody implements ``hook``."""
+        return bool(self._listeners[hook])
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Call every implementation of ``hook`` with those of ``arguments`` that it asks for."""
+        for label, function, names in tuple(self._listeners[hook]):
+            try:
+                function(*[arguments[name] for name in names])
+            except Exception as error:
+                self.forget(label)
+                self.failures += 1
+                self.silenced[label] = f"{hook}: {type(error).__name__}: {error}"
+                log.exception("%s raised in %s and is not called any more", label, hook)
+
+    def forget(self, label: str) -> None:
+        """Stop calling a component."""
+        self.silenced.pop(label, None)
+        for hook, listeners in self._listeners.items():
+            self._listeners[hook] = [listener for listener in listeners if listener[0] != label]
+        self.active = any(self._listeners.values())
+
+    def listen(self, label: str, hook: str, function: Callable[..., object], names: tuple[str, ...]) -> None:
+        """Call ``function`` with the arguments ``names`` whenever ``hook`` is notified."""
+        self._listeners[hook].append((label, function, names))
+        self.active = True
+
+
+class LiveComponents:
+    """What an engine is made of, under ``kind:name``. Methods marked with ``hookimpl`` are called from then on."""
+
+    def __init__(self) -> None:
+        self.observers = ObserverHub()
+        self._manager = _PluginManager("hotswap")
+        self._manager.add_hookspecs(HookSpecs)
+
+    def add(self, component: Component) -> str:
+        """Register a component and its parts; returns its label. Of two alike the second is called ``kind:name#2``;
+        a component that is registered already stays as it is.
+
+        Raises BrokenComponentError, and registers nothing, where a hook does not match its specification.
+        """
+        if known := self._manager.get_name(component):
+            return known
+        label = self._free_label(component.label)
+        try:
+            self._manager.register(component, label)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            if self._manager.is_registered(component):
+                self._manager.unregister(component)
+            raise BrokenComponentError(f"{component.label} has a hook that does not fit: {error}") from error
+        for caller in self._manager.get_hookcallers(component) or []:
+            for implementation in caller.get_hookimpls():
+                if implementation.plugin is component:
+                    self.observers.listen(
+                        label, caller.name, implementation.function, tuple(implementation.argnames))
+        for part in _components(component.parts.values()):
+            self.add(part)
+        return label
+
+    def remove(self, component: Component) -> None:
+        """Unregister a component and its parts; a no-op for what is not registered."""
+        label = self._manager.get_name(component)
+        if label is None:
+            return
+        self._manager.unregister(component)
+        self.observers.forget(label)
+        for part in _components(component.parts.values()):
+            self.remove(part)
+
+    def get(self, label: str) -> Component | None:
+        """The live component of that label."""
+        component: Component | None = self._manager.get_plugin(label)
+        return component
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Every live component, as JSON: kind, name, distribution, version, contract, options, and why its hooks are
+        not called any more (None where they are)."""
+        listed = []
+        for label, plugin in self._manager.list_name_plugin():
+            component = cast(Component, plugin)
+            origin = component.origin
+            listed.append({
+                "kind": component.kind,
+                "name": label.partition(":")[2],
+                "distribution": origin.distribution if origin else None,
+                "version": origin.version if origin else None,
+                "contract": component.contract,
+                "options": component.options.model_dump(mode="json"),
+                "silenced": self.observers.silenced.get(label),
+            })
+        return listed
+
+    def _free_label(self, wanted: str) -> str:
+        label, count = wanted, 1
+        while self._manager.has_plugin(label):
+            count += 1
+            label = f"{wanted}#{count}"
+        return label
+
+
+class _PluginManager(pluggy.PluginManager):
+    """Looks for hooks among methods only: pluggy would evaluate a component's properties."""
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        if not callable(getattr(type(plugin), name, None)):
+            return None
+        return super().parse_hookimpl_opts(plugin, name)
+
+
+def _components(values: Any) -> list[Component]:
+    """The components among a component's parts; a part may be a list of them, or absent."""
+    flat: list[Component] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            flat += _components(value)
+        elif value is not None:
+            flat.append(value)
+    return flat

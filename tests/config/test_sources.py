@@ -1,0 +1,158 @@
+"""Where config values come from, and which one wins."""
+
+import pytest
+
+from hotswap.core.config import ResolvedConfig, load_config, sources
+from hotswap.core.errors import ConfigError
+
+
+def load(values: object, *sets: str, **environ: str) -> ResolvedConfig:
+    return load_config(values, sets, environ)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text, name="config.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_model_is_all_that_must_be_given():
+    config = load({"model": "smollm2-135m-instruct"}).config
+    assert config.model.source == "smollm2-135m-instruct"
+    assert (config.scheduler.use, config.kvcache.use) == ("chunked", "prefix")
+    assert (config.attention.use, config.speculator.use, config.execution.use) == ("torch", "none", "inline")
+    assert [ref.use for ref in config.observers] == ["metrics"]
+    assert config.server.host == "127.0.0.1"
+
+
+def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(file):
+    path = file("model: m\nserver: {port: 9001}\n")
+    environ = {"HOTSWAP_SERVER__PORT": "9002"}
+    flags = ["server.port=9003"]
+
+    def port(source, sets=(), environ=None):
+        resolved = load_config(source, sets, environ or {})
+        return resolved.config.server.port, resolved.source("server.port")
+
+    assert port(path, flags, environ) == (9003, "flag")
+    assert port(path, (), environ) == (9002, "environment HOTSWAP_SERVER__PORT")
+    assert port(path) == (9001, f"file {path}")
+    assert port(file("model: m\n")) == (8000, "default")
+
+
+def test_a_key_that_a_flag_does_not_name_keeps_its_value_from_the_file():
+    resolved = load({"model": "m", "scheduler": {"use": "static", "max_running": 4}}, "scheduler.max_batch_tokens=64")
+    scheduler = resolved.config.scheduler
+    assert (scheduler.use, scheduler.max_running, scheduler.max_batch_tokens) == ("static", 4, 64)
+    assert resolved.source("scheduler.max_running") == "argument"
+    assert resolved.source("scheduler.max_batch_tokens") == "flag"
+
+
+@pytest.mark.parametrize("flag", ["scheduler=continuous", "scheduler.use=continuous"])
+@pytest.mark.parametrize("given", ["static", {"use": "static"}, {}])
+def test_a_flag_exchanges_a_component_given_by_name_or_by_table(flag, given):
+    assert load({"model": "m", "scheduler": given}, flag).config.scheduler.use == "continuous"
+
+
+def test_a_bare_name_in_a_flag_keeps_the_other_keys_of_its_section():
+    scheduler = load({"model": "m", "scheduler": {"max_running": 4}}, "scheduler=static").config.scheduler
+    assert (scheduler.use, scheduler.max_running) == ("static", 4)
+
+
+def test_a_flag_reaches_into_a_component_that_the_file_names_barely():
+    config = load({"model": "m", "scheduler": {"policy": "fair"}}, "scheduler.policy.weight=3").config
+    assert config.scheduler.ref.options == {"policy": {"use": "fair", "weight": 3}}
+
+
+def test_a_list_is_replaced_as_a_whole():
+    resolved = load({"model": "m", "observers": ["metrics", "bill"]}, "observers=[{use: decision_log, path: log}]")
+    assert [ref.model_dump() for ref in resolved.config.observers] == [{"use": "decision_log", "path": "log"}]
+    assert resolved.source("observers[0].path") == "flag"
+
+
+def test_another_model_takes_the_place_of_all_that_was_said_about_the_first():
+    model = {"name": "m", "revision": "main"}
+    assert load({"model": model}, "model=other").config.model.revision is None
+    assert load({"model": model}, "model.path=/m").config.model.source == "/m"
+
+
+def test_a_number_of_blocks_from_a_flag_takes_the_place_of_the_memory_from_the_file():
+    kvcache = load({"model": "m", "kvcache": {"memory": "1GiB"}}, "kvcache.num_blocks=8").config.kvcache
+    assert (kvcache.memory, kvcache.num_blocks) == (None, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("12", 12), ("[1, 2]", [1, 2]), ("null", None), ("true", True), ("'7'", "7")])
+def test_values_from_the_environment_and_flags_are_yaml(text, value):
+    assert load({"model": "m"}, f"speculator.x={text}").config.speculator.ref.options == {"x": value}
+    assert load({"model": "m"}, HOTSWAP_SPECULATOR__X=text).config.speculator.ref.options == {"x": value}
+
+
+def test_an_unknown_variable_of_ours_is_an_error_that_names_it():
+    with pytest.raises(ConfigError, match=r"servr.*'server'.*HOTSWAP_SERVR__PORT"):
+        load({"model": "m"}, HOTSWAP_SERVR__PORT="1")
+
+
+def test_variables_of_others_do_not_matter():
+    assert load({"model": "m"}, HOTSWAPPER="1", HOME="/").config.server.port == 8000
+
+
+@pytest.mark.parametrize("flag", ["scheduler.use", "=3", "seed.x=1", "observers.x=1", "seed={"])
+def test_a_flag_that_cannot_be_meant_is_an_error(flag):
+    with pytest.raises(ConfigError):
+        load({"model": "m", "seed": 3, "observers": []}, flag)
+
+
+def test_toml_and_yaml_say_the_same(file):
+    yaml = file("model: m\nscheduler: {use: static, max_running: 2}\nobservers: [{use: bill}]\n")
+    toml = file('model = "m"\nobservers = [{use = "bill"}]\n[scheduler]\nuse = "static"\nmax_running = 2\n', "c.toml")
+    assert load(yaml).config == load(toml).config
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "reason"),
+    [
+        ("model: a\nmodel: b\n", "c.yaml", "'model' is given twice.*line 2"),
+        ("server: {port: 1, port: 2}\n", "c.yaml", "'port' is given twice"),
+        ("model: [\n", "c.yaml", "line 2"),
+        ("- model\n", "c.yaml", "keys and values"),
+        ("", "c.yaml", "keys and values"),
+        ("model: !!python/object/apply:os.getcwd []\n", "c.yaml", "could not determine a constructor"),
+        ("model = \n", "c.toml", "line 1"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_where(file, text, name, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load(file(text, name))
+
+
+def test_a_missing_file_and_a_binary_one_are_config_errors(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load(tmp_path / "binary.yaml")
+
+
+def test_an_old_name_works_with_a_warning_that_names_the_new_one(monkeypatch):
+    monkeypatch.setattr(sources, "RENAMED", {"scheduler.max_seqs": "scheduler.max_running"})
+    for resolved in (
+        load({"model": "m", "scheduler": {"max_seqs": 4}}),
+        load({"model": "m"}, "scheduler.max_seqs=4"),
+        load({"model": "m"}, HOTSWAP_SCHEDULER__MAX_SEQS="4"),
+    ):
+        assert resolved.config.scheduler.max_running == 4
+        assert resolved.config.scheduler.ref.options == {}
+        assert "'scheduler.max_running'" in resolved.warnings[0]
+    with pytest.raises(ConfigError, match="old name of 'scheduler.max_running'"):
+        load({"model": "m", "scheduler": {"max_seqs": 4, "max_running": 5}})
+
+
+def test_the_given_mapping_is_not_changed():
+    given = {"model": "m", "scheduler": {"use": "static"}}
+    load(given, "scheduler.use=continuous")
+    assert given == {"model": "m", "scheduler": {"use": "static"}}
