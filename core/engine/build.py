@@ -1,0 +1,179 @@
+"""From a config to a running engine: the one place where the parts meet.
+
+Cheap checks come before expensive work: components are built and their demands solved, then the checkpoint's config is
+read, then weights are loaded, then pages are divided.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from hotswap.core.config import Config, ResolvedConfig
+from hotswap.core.engine.client import Engine
+from hotswap.core.engine.clock import Clock, SystemClock
+from hotswap.core.engine.context import Limits
+from hotswap.core.engine.loop import EngineLoop, Parts
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import Component, ComponentRef, RequestOptions
+from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan
+from hotswap.core.interfaces.model import Model, ModelFacts
+from hotswap.core.interfaces.parallel import RankPlan, ShardStrategy, WorkerInfo
+from hotswap.core.live import LiveComponents
+from hotswap.core.registry import Registry
+
+if TYPE_CHECKING:
+    from hotswap.core.modeling.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Components:
+    """One instance of every component that the config names; the model comes when the checkpoint is known."""
+
+    scheduler: Any
+    kvcache: Any
+    attention: Any
+    speculator: Any
+    executor: Any
+    logits_processors: list[Any]
+    shards: list[ShardStrategy]
+    observers: list[Any]
+
+    def all(self) -> Iterator[Component]:
+        yield from (self.scheduler, self.kvcache, self.attention, self.speculator, self.executor)
+        yield from (*self.logits_processors, *self.shards, *self.observers)
+
+
+@dataclass
+class Built:
+    """A running engine and what a front needs to talk to it."""
+
+    engine: Engine
+    resolved: ResolvedConfig
+    checkpoint: "Checkpoint"
+    facts: ModelFacts
+    max_model_len: int
+    components: LiveComponents
+    registry: Registry
+    cache_plan: CachePlan
+    notes: list[str] = field(default_factory=list)
+    """What "auto" chose and why, and what else the operator should know."""
+
+    @property
+    def request_options(self) -> dict[str, type[RequestOptions]]:
+        """Per live component that reads a part of a request's ``extra``: the model of that part."""
+        return self.components.request_options()
+
+
+def build_components(config: Config, registry: Registry) -> Components:
+    """Import and build what the config names. ConfigError names the config path."""
+    def one(kind: str, ref: ComponentRef, path: str) -> Any:
+        return registry.build(kind, ref, path)
+
+    return Components(
+        one("scheduler", config.scheduler.ref, "scheduler"), one("kvcache", config.kvcache.ref, "kvcache"),
+        one("attention", config.attention.ref, "attention"), one("speculator", config.speculator.ref, "speculator"),
+        one("executor", config.execution.ref, "execution"),
+        [one("logits_processor", ref, f"logits_processors[{i}]") for i, ref in enumerate(config.logits_processors)],
+        [one("shard", ref, f"parallel[{i}]") for i, ref in enumerate(config.parallel)],
+        [one("observer", ref, f"observers[{i}]") for i, ref in enumerate(config.observers)],
+    )
+
+
+def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Clock | None = None) -> Built:
+    """Load everything and start the loop. ConfigError (ModelLoadError among them) for whatever does not fit."""
+    from hotswap.core.execution.worker import WorkerSettings, worker_factory
+    from hotswap.core.modeling.checkpoint import open_checkpoint
+
+    config, registry, clock = resolved.config, Registry(), clock or SystemClock()
+    parts = build_components(config, registry)
+    checkpoint = open_checkpoint(config.model.source, revision=config.model.revision, progress=progress)
+    model = _build_model(config, registry, checkpoint)
+    facts = model.facts(checkpoint.config)
+    max_model_len = _context_length(config, facts)
+    notes = list(checkpoint.warnings)
+    settings = WorkerSettings.choose(config, checkpoint, max_model_len, notes)
+    plan = RankPlan()
+    for strategy in reversed(parts.shards):
+        plan = strategy.layout(facts, plan)
+    live = LiveComponents()
+    for component in (model, *parts.all()):
+        live.add(component)
+    info = parts.executor.launch(
+        worker_factory(checkpoint, model, parts.attention, parts.speculator, parts.logits_processors, settings), plan)
+    try:
+        cache_plan = _divide_memory(config, parts, info, max_model_len)
+        parts.executor.allocate(cache_plan)
+        engine = _start(resolved, parts, live, info, max_model_len, plan, clock)
+    except BaseException:
+        parts.executor.stop()
+        raise
+    return Built(engine, resolved, checkpoint, facts, max_model_len, live, registry, cache_plan, notes)
+
+
+def _start(
+    resolved: ResolvedConfig, parts: Components, live: LiveComponents, info: WorkerInfo, max_model_len: int,
+    plan: RankPlan, clock: Clock,
+) -> Engine:
+    config, observers = resolved.config, live.observers
+    limits = Limits(
+        config.scheduler.max_batch_tokens, config.scheduler.max_running, max_model_len, info.lookahead, info.reuse_tail)
+    depth = min(config.execution.depth, plan.depth or config.execution.depth)
+    loop = EngineLoop(
+        Parts(parts.scheduler, parts.kvcache, parts.executor, observers), limits, clock, depth, plan.chained)
+    return Engine(
+        loop, max_queue=config.server.max_queue, watchdog_s=config.server.watchdog_s,
+        on_start=lambda: observers.notify(
+            "hotswap_engine_started", versions=versions(), config=resolved.effective(), time=clock.now()),
+        on_stop=lambda: observers.notify("hotswap_engine_stopped", time=clock.now()),
+    )
+
+
+def _build_model(config: Config, registry: Registry, checkpoint: "Checkpoint") -> Model:
+    """The component that the config names, or the one registered under the checkpoint's architecture."""
+    use = config.model.use or checkpoint.architecture
+    known = registry.names("model")
+    if config.model.use is None and use not in known:
+        raise ConfigError(
+            f"the checkpoint's architecture is {use!r}, and no installed component is registered for it; there are "
+            f"{', '.join(known)}. Install a model component for it, or name one with model.use", "model")
+    model: Model = registry.build("model", ComponentRef(use=use, **config.model.options), "model")
+    return model
+
+
+def _context_length(config: Config, facts: ModelFacts) -> int:
+    wanted = config.max_model_len
+    if wanted is None:
+        return facts.max_position
+    if wanted > facts.max_position:
+        raise ConfigError(
+            f"{wanted} tokens were given, but the model was made for {facts.max_position}; lower it, or choose a model "
+            "with a longer context", "max_model_len")
+    return wanted
+
+
+def _divide_memory(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:
+    """Pages for what the config says; else for all that could ever be held at once, or what the device has left."""
+    section, running = config.kvcache, config.scheduler.max_running
+    num_bytes = section.memory
+    if num_bytes is None:
+        tokens = (running + 1) * (max_model_len + 256)  # whole pages, and the dummy page
+        most = sum(spec.bytes_per_token for spec in info.cache_specs) * tokens
+        num_bytes = min(info.free_bytes, most)
+    plan: CachePlan = parts.kvcache.configure(info.cache_specs, num_bytes, CacheConstraints(
+        max_model_len, running, section.block_size, info.page_sizes, section.num_blocks))
+    return plan
+
+
+def versions() -> Mapping[str, str]:
+    """Of hotswap and of what its numbers depend on."""
+    found = {}
+    for name in ("hotswap", "torch", "transformers", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
