@@ -1,0 +1,166 @@
+"""Decoder-only transformers with rotary positions and a gated MLP: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+
+Legend of shapes: T tokens of the step, H query heads, K key-value heads, D head size, V vocabulary, N rows that need
+logits; H and K are those of this rank.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hotswap.core.errors import ModelLoadError
+from hotswap.core.interfaces.attention import GroupShape
+from hotswap.core.interfaces.kvcache import CacheSpec
+from hotswap.core.interfaces.model import Attend, Model, ModelFacts
+from hotswap.core.modeling.layers import Axis, ColumnLinear, RMSNorm, RowLinear, VocabEmbedding, VocabHead
+from hotswap.core.modeling.mesh import Mesh
+from hotswap.core.modeling.rope import RotaryEmbedding, rotate
+from hotswap.core.modeling.weights import WeightSource
+from hotswap.plugins.models.decoder_config import DecoderConfig
+
+FULL, WINDOW = "full", "window"
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+
+
+class DecoderModel(Model):
+    """For checkpoints of the Llama, Mistral, Qwen2 and Qwen3 families (Touvron et al., 2023; Jiang et al., 2023;
+    Yang et al., 2024 and 2025), with full or sliding-window attention."""
+
+    config: DecoderConfig
+
+    @classmethod
+    def facts(cls, config: dict[str, Any]) -> ModelFacts:
+        c = DecoderConfig.from_hf(config)
+        axes = {"heads": c.heads, "kv_heads": c.kv_heads, "mlp": c.mlp_size, "vocab": c.vocab_size, "layers": c.num_layers}
+        return ModelFacts(c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes)
+
+    def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
+        self.config = c = DecoderConfig.from_hf(config)
+        self.mesh = mesh
+        self.dtype = dtype
+        stage = mesh.shard("layers", c.num_layers)
+        self.is_first, self.is_last = stage.start == 0, stage.stop == c.num_layers
+        self.layers = [DecoderLayer(i, c, mesh, dtype, device) for i in range(stage.start, stage.stop)]
+        self.rope = RotaryEmbedding(c.rope, dtype, device)
+        if self.is_first:
+            self.embedding = VocabEmbedding(mesh, c.vocab_size, c.hidden_size, dtype, device)
+        if self.is_last:
+            tied = self.embedding if c.tied and self.is_first else None
+            self.norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
+            self.lm_head = VocabHead(mesh, c.vocab_size, c.hidden_size, dtype, device, tied)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """``bytes_per_token`` is that of all layers of the group."""
+        c = self.config
+        kv_heads = self.mesh.shard("kv_heads", c.kv_heads).count
+        specs = []
+        for group in (FULL, WINDOW):
+            layers = tuple(layer.index for layer in self.layers if layer.group == group)
+            if layers:
+                num_bytes = 2 * len(layers) * kv_heads * c.head_dim * self.dtype.itemsize
+                specs.append(CacheSpec(group, layers, kv_heads, c.head_dim, num_bytes, group, c.windows[layers[0]]))
+        return specs
+
+    def attention_shapes(self, page_sizes: dict[str, int]) -> dict[str, GroupShape]:
+        heads = self.mesh.shard("heads", self.config.heads).count
+        return {
+            spec.group: GroupShape(
+                heads, spec.kv_heads, spec.head_dim, page_sizes.get(spec.group, 0), spec.head_dim**-0.5, spec.window)
+            for spec in self.cache_specs()
+        }
+
+    def load(self, weights: WeightSource) -> None:
+        if self.is_first:
+            self.embedding.load(weights, EMBEDDING)
+        for layer in self.layers:
+            layer.load(weights)
+        if self.is_last:
+            self.norm.load(weights, FINAL_NORM)
+            self._load_head(weights)
+        weights.skip(self._is_elsewhere)
+        weights.finish()
+
+    def _load_head(self, weights: WeightSource) -> None:
+        if not self.config.tied:
+            self.lm_head.load(weights, HEAD)
+            return
+        if not self.is_first:
+            self.lm_head.load(weights, EMBEDDING)
+        if weights.has(f"{HEAD}.weight"):
+            # Some exporters write the shared matrix twice; a second one that differs means that the config is wrong.
+            table = self.lm_head.table
+            stored = weights.take(f"{HEAD}.weight", (table.vocab_size, self.config.hidden_size), 0, table.part)
+            if not torch.equal(stored.to(table.weight), table.weight):
+                raise ModelLoadError(
+                    f"{weights.location} has an {HEAD}.weight that differs from {EMBEDDING}.weight although its config "
+                    "ties them: set tie_word_embeddings to false in config.json if the head is right"
+                )
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Whether another stage of the pipeline holds the tensor."""
+        stage = self.mesh.shard("layers", self.config.num_layers)
+        if name.startswith("model.layers."):
+            index = name.split(".")[2]
+            return index.isdigit() and int(index) < self.config.num_layers and not (
+                stage.start <= int(index) < stage.stop)
+        on_first, on_last = name == f"{EMBEDDING}.weight", name in (f"{FINAL_NORM}.weight", f"{HEAD}.weight")
+        return (on_first and not self.is_first) or (on_last and not self.is_last)
+
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        x = self.embedding(inputs) if self.is_first else inputs
+        cos, sin = self.rope(positions)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return x
+
+    def head(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.norm(rows))
+
+
+class DecoderLayer:
+    """x [T, hidden] -> x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, index: int, c: DecoderConfig, mesh: Mesh, dtype: torch.dtype, device: str) -> None:
+        self.index = index
+        self.group = FULL if c.windows[index] is None else WINDOW
+        self.head_dim = c.head_dim
+        heads, kv_heads = Axis("heads", c.heads, c.head_dim), Axis("kv_heads", c.kv_heads, c.head_dim)
+        mlp = Axis("mlp", c.mlp_size)
+        self.heads, self.kv_heads = (axis.part(mesh).count // c.head_dim for axis in (heads, kv_heads))
+        self.qkv = ColumnLinear(
+            mesh, c.hidden_size, [("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)], c.qkv_bias, dtype, device)
+        self.out = RowLinear(mesh, heads, c.hidden_size, c.out_bias, dtype, device)
+        self.gate_up = ColumnLinear(
+            mesh, c.hidden_size, [("gate_proj", mlp), ("up_proj", mlp)], c.mlp_bias, dtype, device)
+        self.down = RowLinear(mesh, mlp, c.hidden_size, c.mlp_bias, dtype, device)
+        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
+        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps, dtype, device) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps, dtype, device) if c.qk_norm else None
+
+    def load(self, weights: WeightSource) -> None:
+        prefix = f"model.layers.{self.index}."
+        self.attention_norm.load(weights, f"{prefix}input_layernorm")
+        self.qkv.load(weights, f"{prefix}self_attn.")
+        if self.q_norm and self.k_norm:
+            self.q_norm.load(weights, f"{prefix}self_attn.q_norm")
+            self.k_norm.load(weights, f"{prefix}self_attn.k_norm")
+        self.out.load(weights, f"{prefix}self_attn.o_proj")
+        self.mlp_norm.load(weights, f"{prefix}post_attention_layernorm")
+        self.gate_up.load(weights, f"{prefix}mlp.")
+        self.down.load(weights, f"{prefix}mlp.down_proj")
+
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        x = x + self._attention(self.attention_norm(x), cos, sin, attend)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(functional.silu(gate) * up)
+
+    def _attention(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2K, D]
+        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        if self.q_norm and self.k_norm:
+            qk = torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], 1)
+        qk = rotate(qk, cos, sin)
+        y = attend(self.index, qk[:, : self.heads], qk[:, self.heads :], v)
+        return self.out(y.reshape(len(x), -1))

@@ -1,0 +1,124 @@
+"""What a decoder-only checkpoint's config promises, with the differences between the families in one table."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.modeling.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """How an architecture departs from Llama's. The defaults hold where a config leaves the key out, and are those of
+    the published implementation."""
+
+    qkv_bias: bool | None = None
+    """None: as ``attention_bias`` says, which then covers the output projection too."""
+    mlp_bias: bool = False
+    """Whether ``mlp_bias`` is read."""
+    qk_norm: bool = False
+    windows: str = "none"
+    """"none", "all" (``sliding_window`` holds for every layer), or "some" (``layer_types``, ``max_window_layers``)."""
+    default_kv_heads: int | None = None
+    default_head_dim: int | None = None
+    default_max_position: int = 2048
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(mlp_bias=True),
+    "MistralForCausalLM": Family(qkv_bias=False, windows="all", default_kv_heads=8, default_max_position=131072),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, windows="some", default_kv_heads=32, default_max_position=32768),
+    "Qwen3ForCausalLM": Family(
+        qk_norm=True, windows="some", default_kv_heads=32, default_head_dim=128, default_max_position=32768),
+}
+
+_DEFAULT_WINDOW = 4096
+_REFUSED = ("quantization_config",)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """``windows[i]``: the tokens that a query of layer i sees, itself included; None for all."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "DecoderConfig":
+        """ConfigError names the key of what is missing, contradictory or not supported."""
+        name = (config.get("architectures") or [None])[0]
+        if name not in FAMILIES:
+            raise ConfigError(f"architecture {name!r} is not a known decoder, expected one of {sorted(FAMILIES)}",
+                              "architectures")
+        family = FAMILIES[name]
+        for key in _REFUSED:
+            if config.get(key):
+                raise ConfigError(f"{name} with {key}={config[key]!r} is not supported", key)
+        if config.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"activation {config['hidden_act']!r} is not supported, expected 'silu'", "hidden_act")
+        heads, hidden_size = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
+        head_dim = _positive(config, "head_dim", family.default_head_dim or hidden_size // heads)
+        kv_heads = _positive(config, "num_key_value_heads", family.default_kv_heads or heads)
+        if heads % kv_heads:
+            raise ConfigError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly", "num_key_value_heads")
+        if head_dim % 2:
+            raise ConfigError(f"head size {head_dim} is odd, rotary embedding needs an even one", "head_dim")
+        max_position = _positive(config, "max_position_embeddings", family.default_max_position)
+        rope = RopeConfig.from_hf(config, head_dim, max_position)
+        num_layers = _positive(config, "num_hidden_layers")
+        attention_bias = bool(config.get("attention_bias", False))
+        return cls(
+            architecture=name, vocab_size=_positive(config, "vocab_size"), hidden_size=hidden_size,
+            mlp_size=_positive(config, "intermediate_size"), num_layers=num_layers, heads=heads, kv_heads=kv_heads,
+            head_dim=head_dim, norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            out_bias=attention_bias and family.qkv_bias is None,
+            mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
+            tied=bool(config.get("tie_word_embeddings", False)), rope=rope,
+            windows=_windows(config, family, num_layers, rope.context),
+        )
+
+
+def _positive(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key} is {value!r}, expected a positive integer", key)
+    return value
+
+
+def _windows(config: dict[str, Any], family: Family, num_layers: int, context: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    if family.windows == "none" or window is None:
+        return (None,) * num_layers
+    window = _positive(config, "sliding_window", _DEFAULT_WINDOW)
+    if window >= context:  # it never hides anything
+        return (None,) * num_layers
+    if family.windows == "all":
+        return (window,) * num_layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise ConfigError(
+            f"layer_types has {len(kinds)} entries of {sorted(set(kinds))}, expected {num_layers} of "
+            "'full_attention' or 'sliding_attention'", "layer_types",
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
