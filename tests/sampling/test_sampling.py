@@ -1,0 +1,241 @@
+"""The sampler draws from the distribution that its parameters define, row by row, and fails row by row."""
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from hotswap.core.execution import sampling
+from hotswap.core.execution.sampling import SamplingTable, processed_probs, sample
+from hotswap.core.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+COMBINATIONS = [
+    SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, typical_p=y)
+    for t, k, p, m, y in product((0.6, 1.7), (0, 7), (1.0, 0.8), (0.0, 0.1), (1.0, 0.7))
+]
+
+
+def random_logits(rows: int, vocab_size: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return scale * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def chi_square_p(tokens: Any, probs: Any) -> float:
+    """How likely counts as uneven as these are, if the tokens come from ``probs``; rare tokens are pooled."""
+    probs = np.asarray(probs, dtype=np.float64)
+    counts = np.bincount(np.asarray(tokens), minlength=len(probs))
+    assert not counts[probs == 0].any(), "a token of probability zero was drawn"
+    expected = probs / probs.sum() * counts.sum()
+    common = expected >= 5
+    observed, expected = (
+        np.append(counts[common], counts[~common].sum()),
+        np.append(expected[common], expected[~common].sum()),
+    )
+    used = expected > 0
+    if used.sum() < 2:
+        return 1.0
+    return float(stats.chisquare(observed[used], expected[used] * (observed.sum() / expected[used].sum())).pvalue)
+
+
+@pytest.mark.parametrize(
+    "params", COMBINATIONS, ids=lambda p: f"{p.temperature}-{p.top_k}-{p.top_p}-{p.min_p}-{p.typical_p}"
+)
+def test_frequencies_match_the_defined_distribution(params: SamplingParams, make_batch: Any, reference: Any) -> None:
+    draws = 4000
+    logits = random_logits(1, 24, seed=3)
+    batch = make_batch([params] * draws, seeds=range(draws))
+    tokens = sample(logits.expand(draws, -1), batch).tokens
+    expected = reference(logits[0], params)
+    assert chi_square_p(tokens, expected) > 1e-4
+    np.testing.assert_allclose(processed_probs(logits, batch.select(np.array([0])))[0], expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [50, 300, 5000])
+def test_the_filters_are_those_of_transformers_in_its_order(vocab_size: int, make_batch: Any) -> None:
+    logits = random_logits(4, vocab_size, seed=vocab_size)
+    for params in COMBINATIONS:
+        warpers = [transformers.TemperatureLogitsWarper(params.temperature)]
+        if params.top_k:
+            warpers.append(transformers.TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            warpers.append(transformers.TopPLogitsWarper(params.top_p))
+        if params.min_p:
+            warpers.append(transformers.MinPLogitsWarper(params.min_p))
+        if params.typical_p < 1:
+            warpers.append(transformers.TypicalLogitsWarper(params.typical_p))
+        expected = logits.clone()
+        for warper in warpers:
+            expected = warper(None, expected)
+        probs = processed_probs(logits, make_batch([params] * len(logits)))
+        torch.testing.assert_close(probs, expected.softmax(-1), rtol=1e-4, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_any_mixture_of_parameters_gives_each_row_its_own_distribution(data: st.DataObject) -> None:
+    vocab_size = data.draw(st.sampled_from([1, 3, 40, 700, 5000]))
+    rows = data.draw(st.lists(st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 5.0]),
+        top_k=st.sampled_from([-1, 0, 1, 5, 150, 10_000]),
+        top_p=st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+        min_p=st.sampled_from([0.0, 0.02, 1.0]),
+        typical_p=st.sampled_from([1.0, 0.5]),
+    ), min_size=1, max_size=6))  # fmt: skip
+    logits = random_logits(len(rows), vocab_size, seed=data.draw(st.integers(0, 1000)))
+    if data.draw(st.booleans()):  # as from a bfloat16 head: many tokens are exactly equal
+        logits = logits.mul(2).round().div(2)
+    table = SamplingTable()
+    for row, params in enumerate(rows):
+        table.add(str(row), params, row)
+    batch = table.batch([str(row) for row in range(len(rows))], np.arange(len(rows)))
+    probs = processed_probs(logits, batch)
+    tokens = sample(logits, batch).tokens
+    torch.testing.assert_close(probs.sum(-1), torch.ones(len(rows)))
+    assert (probs.gather(1, tokens[:, None]) > 0).all()
+    for row, params in enumerate(rows):
+        alone = batch.select(np.array([row]))
+        assert torch.equal(processed_probs(logits[row : row + 1], alone)[0], probs[row])
+        assert sample(logits[row : row + 1], alone).tokens[0] == tokens[row]
+        if params.greedy or params.top_k == 1 or params.top_p == 1e-6:
+            assert tokens[row] == logits[row].argmax()
+        if params.top_k > 0:
+            assert (probs[row] > 0).sum() <= params.top_k
+
+
+def test_a_row_gets_the_same_token_alone_and_among_seven_others(make_batch: Any) -> None:
+    logits = random_logits(8, 3000, seed=9)
+    params = [SamplingParams(top_p=0.9), GREEDY, SamplingParams(), SamplingParams(top_k=3), SamplingParams(min_p=0.1),
+              SamplingParams(top_p=0.5, top_k=400), SamplingParams(temperature=50.0, top_p=0.99), SamplingParams()]  # fmt: skip
+    seeds, positions = np.arange(100, 108), np.arange(8) * 11
+    together = sample(logits, make_batch(params, seeds, positions)).tokens
+    order = np.random.default_rng(0).permutation(8)
+    shuffled = sample(logits[order], make_batch([params[i] for i in order], seeds[order], positions[order])).tokens
+    alone = [
+        sample(logits[i : i + 1], make_batch([params[i]], seeds[i : i + 1], positions[i : i + 1])).tokens
+        for i in range(8)
+    ]
+    assert together.tolist() == [int(token) for token in alone]
+    assert shuffled.tolist() == together[order].tolist()
+
+
+def test_slices_and_widths_do_not_change_a_token(make_batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(top_p=0.97, temperature=3.0)] * 5 + [SamplingParams()] * 5 + [SamplingParams(top_k=9)] * 5
+    logits, batch = random_logits(15, 4000), make_batch(params)
+    usual = sample(logits, batch).tokens
+    monkeypatch.setattr(sampling, "_SLICE_ELEMENTS", {"cpu": 2 * 4000})
+    monkeypatch.setattr(sampling, "_WIDTHS", ())
+    assert torch.equal(sample(logits, batch).tokens, usual)
+
+
+def test_tiny_temperatures_are_greedy_and_small_ones_do_not_overflow(make_batch: Any) -> None:
+    logits = random_logits(1, 1000, scale=1e4)
+    temperatures = [1e-2, 9e-6, 1e-12, 0.0, 1.001e-5]
+    batch = make_batch([SamplingParams(temperature=t) for t in temperatures])
+    sampled = sample(logits.expand(len(temperatures), -1), batch)
+    assert sampled.to_host() == ([int(logits.argmax())] * len(temperatures), {})
+
+
+def test_greedy_rows_with_masked_tokens_beside_sampling_rows_are_as_alone(make_batch: Any) -> None:
+    logits = random_logits(6, 100)
+    logits[::2, 10:] = -torch.inf
+    params = [GREEDY, SamplingParams(), GREEDY, SamplingParams(top_p=0.5), GREEDY, SamplingParams(top_k=2)]
+    tokens = sample(logits, make_batch(params)).tokens
+    assert tokens[::2].tolist() == logits[::2].argmax(-1).tolist()
+    assert (tokens[::2] < 10).all()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(typical_p=0.5)])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(slice(None), "no token is left"), (torch.nan, "NaN"), (torch.inf, "NaN or infinity")],
+)
+def test_a_faulty_row_is_an_error_of_its_own_and_its_neighbours_keep_their_tokens(
+    params: SamplingParams, spoil: Any, message: str, make_batch: Any
+) -> None:
+    logits = random_logits(5, 500)
+    batch = make_batch([params] * 5)
+    healthy, none = sample(logits, batch).to_host()
+    assert none == {}
+    if spoil == slice(None):
+        logits[2] = -torch.inf
+    else:
+        logits[2, 77] = spoil
+    tokens, faults = sample(logits, batch).to_host()
+    assert list(faults) == [2]
+    assert message in faults[2]
+    assert [t for i, t in enumerate(tokens) if i != 2] == [t for i, t in enumerate(healthy) if i != 2]
+    probs = processed_probs(logits, batch)
+    assert probs[2].isnan().all()
+    assert not probs[[0, 1, 3, 4]].isnan().any()
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.5, 1 - 2**-53])
+def test_no_draw_picks_a_token_of_weight_zero(draw: float) -> None:
+    weights = torch.zeros(4, 1000, dtype=torch.int64)
+    weights[0, 500] = 1
+    weights[1, 3:900] = 1 << 40
+    weights[2, ::7] = (1 << 53) + 1
+    weights[3, 999] = 1 << 60
+    picks = sampling.pick(weights, torch.full((4,), draw, dtype=torch.float64))
+    assert (weights.gather(1, picks[:, None]) > 0).all()
+
+
+def test_only_what_a_mask_allows_is_drawn_at_any_temperature(make_batch: Any) -> None:
+    logits = torch.full((200, 400), -torch.inf)
+    logits[:, [10, 11]] = torch.tensor([5.0, -30.0])
+    for params in (
+        SamplingParams(temperature=2.0),
+        SamplingParams(temperature=100.0, top_p=0.999),
+        SamplingParams(top_k=300),
+    ):
+        tokens = sample(logits, make_batch([params] * 200)).tokens
+        assert set(tokens.tolist()) <= {10, 11}
+
+
+def test_sampling_changes_none_of_its_inputs(make_batch: Any) -> None:
+    logits = random_logits(len(COMBINATIONS), 300)
+    before = logits.clone()
+    batch = make_batch(COMBINATIONS)
+    sample(logits, batch)
+    processed_probs(logits, batch)
+    assert torch.equal(logits, before)
+    assert torch.equal(sample(logits, batch).tokens, sample(logits, batch).tokens)
+
+
+def test_a_table_follows_requests_that_come_go_and_return_with_other_parameters() -> None:
+    table = SamplingTable()
+    logits = random_logits(1, 50).expand(200, -1)
+    names = [str(i) for i in range(200)]
+    for i, name in enumerate(names):
+        table.add(name, SamplingParams(top_k=1 if i % 2 else 0), i)
+    first = sample(logits, table.batch(names, np.arange(200))).tokens
+    assert (first[1::2] == logits[0].argmax()).all()
+    assert len(set(first[::2].tolist())) > 1
+    assert torch.equal(sample(logits, table.batch(names, np.arange(200))).tokens, first)
+    for name in names[::2]:
+        table.remove(name)
+        table.remove("unknown")
+    for name in names[1::2]:
+        table.add(name, GREEDY, 0)
+        table.add("new" + name, SamplingParams(top_k=2), 5)
+    fresh = ["new" + name for name in names[1::2]]
+    assert table.batch(names[1::2], np.zeros(100)).greedy.all()
+    top_two = set(logits[0].topk(2).indices.tolist())
+    assert set(sample(logits[:100], table.batch(fresh, np.arange(100))).tokens.tolist()) == top_two
+
+
+def test_weights_are_as_precise_as_float32_softmax(make_batch: Any) -> None:
+    logits = random_logits(8, 5000, scale=4.0)
+    probs = processed_probs(logits, make_batch([SamplingParams(temperature=0.7)] * 8))
+    exact = (logits.double() / 0.7).softmax(-1)
+    common = exact > 1e-8
+    assert ((probs.double() / exact)[common] - 1).abs().max() < 1e-4
+    assert (probs.double() - exact).abs().max() < 1e-6
