@@ -118,14 +118,16 @@ class Context:
         self.message.rows = plan.rows
         return states
 
-    def undo(self) -> None:
-        """Take everything back, last in first out, as if the plan had not been made."""
+    def undo(self) -> list[RequestState]:
+        """Take everything back, last in first out, as if the plan had not been made; returns the requests that it had
+        started, which wait again."""
         for step in reversed(self._journal):
             step()
         self._journal.clear()
         if self._order is not None:
             self._pool.resume_order(self._order)
         self._kv.begin_plan()
+        return [self._pool.states[resume.request] for resume in self.message.resumes]
 
     def _checked(self, rows: list[Row]) -> list[RequestState]:
         if len(rows) > self.row_limit:

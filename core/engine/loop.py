@@ -81,7 +81,7 @@ class EngineLoop:
         state = self.pool.add(request, sink, now, min(request.sampling.max_tokens or left, left))
         if self.parts.observers.active:
             self.parts.observers.notify("hotswap_request_arrived", request=state, time=now)
-        self._guard("admit", lambda: self.parts.scheduler.admit(state))
+        self._admit(state)
 
     def abort(self, request_id: str) -> None:
         state = self.pool.states.get(request_id)
@@ -150,7 +150,8 @@ class EngineLoop:
         self.max_depth_seen = max(self.max_depth_seen, len(self.in_flight))
 
     def _plan_failed(self, context: Context, error: Exception) -> None:
-        context.undo()
+        for state in context.undo():
+            self._admit(state)  # the scheduler may have crossed it off already
         self.failed_plans += 1
         name = type(self.parts.scheduler).__name__
         problem = f"scheduler {name} made an invalid plan: {error}" if isinstance(error, PlanError) else str(
@@ -241,7 +242,7 @@ class EngineLoop:
             state.computed = state.verified = state.told = state.kept_in_flight = 0
             state.on_worker = suspended.swapped
             state.preemptions += 1
-            self._guard("admit", lambda state=state: self.parts.scheduler.admit(state))  # type: ignore[misc]
+            self._admit(state)
 
     def _fail_step(self, step: StepInFlight, verdict: Verdict) -> None:
         logger.error("step %d failed: %s", step.step_id, verdict.error)
@@ -274,6 +275,9 @@ class EngineLoop:
             state.sink(output)
         except Exception:
             logger.exception("the sink of request %s raised; the request goes on without it", state.id)
+
+    def _admit(self, state: RequestState) -> None:
+        self._guard("admit", lambda: self.parts.scheduler.admit(state))
 
     def _guard(self, where: str, call: Callable[[], object]) -> None:
         """A scheduler that raises outside ``plan`` is named in the log and harms no request."""

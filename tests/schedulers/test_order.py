@@ -54,7 +54,7 @@ def test_fcfs_never_suspends_for_a_newcomer() -> None:
     order = finish_order(rig)
     rig.add("first", [1] * 60, 50)
     rig.loop.turn()
-    rig.add("second", [2] * 60, 50)
+    rig.add("second", [2] * 100, 20)
     rig.run()
     assert order == ["first", "second"]
     assert not any(message.suspensions for message in rig.executor.messages)
