@@ -25,13 +25,26 @@ class Problem(NamedTuple):
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
+class ConfigProblems(ConfigError):
+    """Several things are wrong at once."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        super().__init__(f"{len(problems)} problems:\n{lines}")
+        self.problems = problems
+
+
 def raise_problems(problems: list[Problem]) -> None:
     """Raise one ConfigError that tells all ``problems``; nothing where there are none."""
     if len(problems) == 1:
         raise ConfigError(problems[0].message, problems[0].path)
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise ConfigError(f"{len(problems)} problems:\n{lines}")
+        raise ConfigProblems(problems)
+
+
+def problems_of(error: ConfigError) -> list[Problem]:
+    """What ``error`` tells, one by one."""
+    return error.problems if isinstance(error, ConfigProblems) else [Problem(error.path, error.message)]
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:

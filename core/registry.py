@@ -155,7 +155,7 @@ class Registry:
         try:
             component = cls(options, parts)
         except ConfigError as error:
-            raise type(error)(error.message, join(path, error.path) if error.path else path) from error
+            raise ConfigError(error.message, join(path, error.path) if error.path else path) from error
         except Exception as error:
             raise BrokenComponentError(f"{entry} cannot be built: {_cause(error)}", path) from error
         component.origin = Origin(kind, entry.name, entry.distribution, entry.version, cls.contract)

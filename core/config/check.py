@@ -1,0 +1,215 @@
+"""Whether a config can work, before any memory is touched: every named component is built, and what each requires is
+held against what the others offer. All refusals are told at once, each with the config key to change.
+
+What depends on the checkpoint (its length, its layers, the memory it leaves) is checked when the engine is built.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from hotswap.core.config.schema import LISTS, SECTIONS, Config, known_keys
+from hotswap.core.errors import ConfigError
+from hotswap.core.explain import Problem, join, problems_of, raise_problems
+from hotswap.core.interfaces.attention import AttentionBackend
+from hotswap.core.interfaces.component import Component, ComponentRef
+from hotswap.core.interfaces.kvcache import KVCacheManager
+from hotswap.core.interfaces.parallel import Executor
+from hotswap.core.interfaces.scheduler import Scheduler
+from hotswap.core.interfaces.speculator import Speculator
+from hotswap.core.registry import Registry
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Components:
+    """What a config names, built. ``built`` maps config paths ("scheduler", "observers[0]") to components; their parts
+    are reached through ``parts``. ``notes``: what was chosen, and what works but hardly as meant."""
+
+    built: Mapping[str, Component]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return cast(Scheduler, self.built["scheduler"])
+
+    @property
+    def kvcache(self) -> KVCacheManager:
+        return cast(KVCacheManager, self.built["kvcache"])
+
+    @property
+    def attention(self) -> AttentionBackend:
+        return cast(AttentionBackend, self.built["attention"])
+
+    @property
+    def speculator(self) -> Speculator:
+        return cast(Speculator, self.built["speculator"])
+
+    @property
+    def executor(self) -> Executor:
+        return cast(Executor, self.built["execution"])
+
+    def listed(self, section: str) -> list[Any]:
+        """The components of ``logits_processors``, ``parallel`` or ``observers``, in order."""
+        return [component for path, component in self.built.items() if path.startswith(f"{section}[")]
+
+    def walk(self) -> Iterator[tuple[str, Component]]:
+        """Every component with its config path, parts included, holders before their parts."""
+        for path, component in self.built.items():
+            yield path, component
+            yield from _parts(component, path)
+
+
+def check_config(config: Config, registry: Registry) -> Components:
+    """Build every component that ``config`` names and solve their requirements. ConfigError tells all that is wrong."""
+    built: dict[str, Component] = {}
+    problems: list[Problem] = []
+    notes: list[str] = []
+    for path, kinds, ref in _named(config):
+        try:
+            if ref.use == AUTO and kinds == ("attention",):
+                ref, note = choose_attention(registry, ref, resolve_device(config.device))
+                notes.append(note)
+            built[path] = registry.build(_kind(registry, kinds, ref, path), ref, path, known_keys())
+        except ConfigError as error:
+            problems += problems_of(error)
+    components = Components(built)
+    problems += _model_options(config, registry)
+    problems += unmet(dict(components.walk()))
+    problems += _twice(config)
+    if "speculator" in built:
+        problems += _drafts(config, components.speculator.needs().lookahead)
+    batch, batch_notes = _batch(config)
+    raise_problems(problems + batch)
+    return replace(components, notes=(*notes, *batch_notes))
+
+
+def unmet(components: Mapping[str, Component]) -> list[Problem]:
+    """The requirements of ``components`` (by config path) that no component of the required kind meets.
+
+    A kind of which none is given is left to a later check, when its component (the model's) is known.
+    """
+    offers: dict[str, set[str]] = {}
+    holders: dict[str, list[str]] = {}
+    for path, component in components.items():
+        offers.setdefault(component.kind, set()).update(component.describe().offers)
+        holders.setdefault(component.kind, []).append(f"{component.label} ({path})")
+    problems = []
+    for path, component in components.items():
+        for need in component.describe().requires:
+            if need.kind in offers and need.capability not in offers[need.kind]:
+                offered = ", ".join(sorted(offers[need.kind])) or "nothing"
+                problems.append(Problem(path, (
+                    f"{component.label} requires '{need.capability}' of the {need.kind}: {need.why.rstrip('.')}. "
+                    f"{' and '.join(holders[need.kind])} offers {offered}. Change {need.remedy or need.kind}."
+                )))
+    return problems
+
+
+def choose_attention(registry: Registry, ref: ComponentRef, device: str) -> tuple[ComponentRef, str]:
+    """What ``attention: auto`` means on ``device``, and why: a backend made for the device before one for any device.
+
+    Backends that cannot be imported here are passed over. ConfigError where none is left.
+    """
+    kind = device.partition(":")[0]
+    ranked, passed = [], []
+    for name in registry.names("attention"):
+        try:
+            devices = registry.build("attention", ComponentRef(use=name, **ref.options), "attention").support().devices
+        except ConfigError as error:
+            passed.append(f"{name}: {error.message}")
+            continue
+        if devices is None or kind in devices:
+            ranked.append((devices is None, name))
+        else:
+            passed.append(f"{name}: only for {', '.join(devices)}")
+    reasons = f" ({'; '.join(passed)})" if passed else ""
+    if not ranked:
+        raise ConfigError(f"no installed backend runs on {device}{reasons}.", "attention")
+    general, name = min(ranked)
+    why = "it runs on any device and none is made for" if general else "it is made for"
+    return ComponentRef(use=name, **ref.options), f"attention: auto chose '{name}', because {why} {kind}{reasons}"
+
+
+def resolve_device(device: str) -> str:
+    """The device that ``auto`` stands for: an accelerator where there is one."""
+    if device != AUTO:
+        return device
+    import torch
+
+    return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+
+
+def _named(config: Config) -> Iterator[tuple[str, tuple[str, ...], ComponentRef]]:
+    """(config path, kinds it may be of, reference) of every component that the config names, the model aside."""
+    for section, kind in SECTIONS.items():
+        if section != "model":
+            yield section, (kind,), getattr(config, section).ref
+    for section, kinds in LISTS.items():
+        for index, ref in enumerate(getattr(config, section)):
+            yield join(section, index), kinds, ref
+
+
+def _kind(registry: Registry, kinds: tuple[str, ...], ref: ComponentRef, path: str) -> str:
+    """Which of ``kinds`` has the component; the first where none has, so that its error names what there is."""
+    name = ref.use.rpartition(":")[2]
+    having = [kind for kind in kinds if name in registry.names(kind)]
+    if len(having) > 1:
+        raise ConfigError(f"'{name}' is the name of a {' and of a '.join(having)}.", path)
+    return having[0] if having else kinds[0]
+
+
+def _parts(component: Component, path: str) -> Iterator[tuple[str, Component]]:
+    for name, part in component.parts.items():
+        listed = isinstance(part, (list, tuple))
+        for index, item in enumerate(part if listed else [part]):
+            if item is not None:
+                inner = join(path, name, index) if listed else join(path, name)
+                yield inner, item
+                yield from _parts(item, inner)
+
+
+def _model_options(config: Config, registry: Registry) -> list[Problem]:
+    """Only where the config names the model component; else the checkpoint does, and it is checked at loading."""
+    if config.model.use is None:
+        return []
+    try:
+        registry.options("model", ComponentRef(use=config.model.use, **config.model.options), "model", known_keys())
+    except ConfigError as error:
+        return problems_of(error)
+    return []
+
+
+def _twice(config: Config) -> list[Problem]:
+    """A logits processor that ran twice would count every penalty twice."""
+    names = [ref.use for ref in config.logits_processors]
+    return [
+        Problem(join("logits_processors", index), f"'{name}' is listed twice.")
+        for index, name in enumerate(names) if name in names[:index]
+    ]
+
+
+def _drafts(config: Config, lookahead: int) -> list[Problem]:
+    problems = []
+    if config.max_model_len is not None and lookahead >= config.max_model_len:
+        problems.append(Problem("speculator", (
+            f"{lookahead} drafts a step do not fit into max_model_len {config.max_model_len}; lower the drafts.")))
+    if lookahead + 1 > config.scheduler.max_batch_tokens:
+        problems.append(Problem("scheduler.max_batch_tokens", (
+            f"{config.scheduler.max_batch_tokens} is too small for one token and its {lookahead} drafts; "
+            f"give at least {lookahead + 1}.")))
+    return problems
+
+
+def _batch(config: Config) -> tuple[list[Problem], list[str]]:
+    """A step that cannot hold a token of every running request starves prompts where those need several steps."""
+    tokens, running = config.scheduler.max_batch_tokens, config.scheduler.max_running
+    if tokens >= running:
+        return [], []
+    if config.max_model_len is None or config.max_model_len > tokens:
+        message = (
+            f"{tokens} is less than max_running {running}: steps full of decodes would leave no room for prompts. "
+            f"Give at least {running}, or lower scheduler.max_running.")
+        return [Problem("scheduler.max_batch_tokens", message)], []
+    return [], [f"scheduler.max_batch_tokens {tokens} is less than max_running {running}: running requests take turns"]

@@ -1,0 +1,167 @@
+"""What ``config check`` finds out before any memory is touched."""
+
+import sys
+
+import pytest
+
+from hotswap.core.config import load_config
+from hotswap.core.config.check import Components, check_config, choose_attention
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import ComponentRef
+from hotswap.core.registry import Registry
+
+PARTS = """
+    from typing import Annotated
+    from hotswap.core.hooks import Observer
+    from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport
+    from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part, Requirement
+    from hotswap.core.interfaces.kvcache import KVCacheManager
+    from hotswap.core.interfaces.logits import LogitsProcessor
+    from hotswap.core.interfaces.parallel import Deployment, Executor, ShardStrategy
+    from hotswap.core.interfaces.scheduler import QueuePolicy, Scheduler
+    from hotswap.core.interfaces.speculator import Speculator, SpeculatorNeeds
+
+    def concrete(base, **members):
+        abstract = {name: lambda self, *args, **kwargs: None for name in base.__abstractmethods__}
+        return type("Fake" + base.__name__, (base,), {**abstract, **members})
+
+    def describes(**members):
+        return lambda self: Description(**members)
+
+    class Held(ComponentOptions):
+        policy: Annotated[ComponentRef, Part("queue_policy")] = ComponentRef(use="fake")
+
+    class Draft(ComponentOptions):
+        max_draft: int = 3
+
+    needs = Requirement("kvcache", "fork", "it starts children from their parents", "kvcache.use")
+    FakeScheduler = concrete(Scheduler, Options=Held)
+    FakePolicy = concrete(QueuePolicy)
+    Forking = concrete(QueuePolicy, describe=describes(requires=(needs,)))
+    FakeKV = concrete(KVCacheManager, describe=describes(offers=frozenset({"shrink"})))
+    ForkKV = concrete(KVCacheManager, describe=describes(offers=frozenset({"fork"})))
+    Anywhere = concrete(AttentionBackend, support=lambda self: AttentionSupport())
+    ForChip = concrete(AttentionBackend, support=lambda self: AttentionSupport(devices=("chip",)))
+    FakeSpeculator = concrete(
+        Speculator, Options=Draft, needs=lambda self: SpeculatorNeeds(lookahead=self.options.max_draft))
+    FakeExecutor = concrete(Executor)
+    FakeProcessor = concrete(LogitsProcessor)
+    FakeShard = concrete(ShardStrategy)
+    FakeDeployment = concrete(Deployment)
+    FakeObserver = concrete(Observer)
+"""
+POINTS = {
+    "hotswap.scheduler": {"fake": "parts:FakeScheduler"},
+    "hotswap.queue_policy": {"fake": "parts:FakePolicy", "forking": "parts:Forking"},
+    "hotswap.kvcache": {"fake": "parts:FakeKV", "forkable": "parts:ForkKV"},
+    "hotswap.attention": {"fake": "parts:Anywhere", "chip": "parts:ForChip"},
+    "hotswap.speculator": {"fake": "parts:FakeSpeculator"},
+    "hotswap.executor": {"fake": "parts:FakeExecutor"},
+    "hotswap.logits_processor": {"fake": "parts:FakeProcessor", "second": "parts:FakeProcessor"},
+    "hotswap.shard": {"fake": "parts:FakeShard"},
+    "hotswap.deployment": {"copies": "parts:FakeDeployment"},
+    "hotswap.observer": {"fake": "parts:FakeObserver"},
+}
+BASE = {
+    "model": "m", "scheduler": "fake", "kvcache": "fake", "attention": "fake", "speculator": "fake",
+    "execution": "fake", "logits_processors": ["fake"], "observers": ["fake"],
+}
+
+
+@pytest.fixture
+def check(install):
+    install("parts", POINTS, PARTS)
+
+    def run(**changes: object) -> Components:
+        return check_config(load_config({**BASE, **changes}, environ={}).config, Registry())
+
+    return run
+
+
+def refusal(check, **changes):
+    with pytest.raises(ConfigError) as caught:
+        check(**changes)
+    return str(caught.value)
+
+
+def test_every_named_component_is_built_and_found_under_its_config_path(check):
+    components = check(parallel=["copies", "fake"])
+    assert [path for path, _ in components.walk()] == [
+        "scheduler", "scheduler.policy", "kvcache", "attention", "speculator", "execution",
+        "logits_processors[0]", "parallel[0]", "parallel[1]", "observers[0]",
+    ]
+    assert components.scheduler.label == "scheduler:fake"
+    assert [part.kind for part in components.listed("parallel")] == ["deployment", "shard"]
+    assert components.notes == ()
+
+
+def test_an_unmet_requirement_of_a_part_names_both_sides_the_reason_and_the_key_to_change(check):
+    message = refusal(check, scheduler={"use": "fake", "policy": "forking"})
+    assert message == (
+        "scheduler.policy: queue_policy:forking requires 'fork' of the kvcache: it starts children from their parents. "
+        "kvcache:fake (kvcache) offers shrink. Change kvcache.use."
+    )
+    check(scheduler={"use": "fake", "policy": "forking"}, kvcache="forkable")
+
+
+def test_all_refusals_are_told_at_once(check):
+    message = refusal(
+        check, scheduler={"use": "fake", "policy": "forking", "max_runing": 3}, kvcache="fkae",
+        speculator={"use": "fake", "max_draft": 3000}, logits_processors=["fake", "fake"], parallel=["tensr"],
+    )
+    for part in (
+        "scheduler.max_runing: unknown key. Did you mean 'scheduler.max_running'?",
+        "kvcache: no kvcache is called 'fkae'. Did you mean 'fake'?",
+        "scheduler.max_batch_tokens: 2048 is too small for one token and its 3000 drafts",
+        "logits_processors[1]: 'fake' is listed twice",
+        "parallel[0]: no shard is called 'tensr'",
+    ):
+        assert part in message
+    assert "problems" in message
+
+
+def test_several_wrong_options_of_one_component_are_told_side_by_side(check):
+    message = refusal(check, speculator={"use": "fake", "max_draft": "x", "a": 1})
+    assert message.startswith("2 problems:\n  speculator.max_draft: ")
+
+
+def test_drafts_fit_into_the_context(check):
+    assert "speculator: 3 drafts" in refusal(check, max_model_len=3)
+    check(max_model_len=4)
+
+
+def test_a_step_too_small_for_a_token_of_every_running_request_is_refused_where_prompts_need_several_steps(check):
+    small = {"use": "fake", "max_batch_tokens": 16, "max_running": 17}
+    assert refusal(check, scheduler=small).startswith("scheduler.max_batch_tokens: 16 is less than max_running 17")
+    assert refusal(check, scheduler=small, max_model_len=17)
+    assert "take turns" in check(scheduler=small, max_model_len=16).notes[0]
+
+
+def test_auto_takes_the_attention_made_for_the_device_else_a_general_one_and_says_why(check):
+    registry = Registry()
+
+    def choose(device):
+        ref, note = choose_attention(registry, ComponentRef(use="auto"), device)
+        return ref.use, note
+
+    name, note = choose("chip:0")
+    assert name == "chip"
+    assert "made for chip" in note
+    name, note = choose("cpu")
+    assert name != "chip"
+    assert "chip: only for chip" in note
+
+
+def test_auto_is_noted(check):
+    assert check(attention="auto", device="chip").notes == check(attention="auto", device="chip:1").notes
+    assert check(attention="auto", device="chip").attention.label == "attention:chip"
+
+
+def test_a_model_component_that_the_config_names_is_checked_too(check):
+    assert "model: no model is called 'nope'" in refusal(check, model={"name": "m", "use": "nope"})
+
+
+def test_nothing_but_the_named_components_is_imported(check, install):
+    install("bystander", {"hotswap.scheduler": {"other": "bystander:X"}}, "raise RuntimeError")
+    check()
+    assert "bystander" not in sys.modules
