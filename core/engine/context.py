@@ -133,10 +133,9 @@ class Context:
         if len(rows) > self.row_limit:
             raise PlanError(f"{len(rows)} rows, but the limit of this step is {self.row_limit}")
         reserved, states, total = self._reserved, [], 0
-        planned: set[str] = set()
         for request_id, n_tokens, drafts in rows:
-            room = reserved.get(request_id, (0, 0))
-            if n_tokens > room[0] or drafts > room[1] or request_id in planned:
+            room = reserved.pop(request_id, (0, 0))
+            if n_tokens > room[0] or drafts > room[1]:
                 raise PlanError(
                     f"row ({request_id!r}, {n_tokens} tokens, {drafts} drafts) is more than what this plan has reserved "
                     f"for it, {room}, or is planned twice"
@@ -149,7 +148,6 @@ class Context:
                 )
             if drafts and n_tokens < state.ready:
                 raise PlanError(f"row ({request_id!r}): drafts on a row that stops short of the last known token")
-            planned.add(request_id)
             total += n_tokens + drafts
             states.append(state)
         if total > self.token_budget:

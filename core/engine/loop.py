@@ -227,11 +227,12 @@ class EngineLoop:
         """Correct the bound and tell the KV manager what is known and sure."""
         if state.status is not Status.RUNNING:
             return  # its table went with the suspension
-        lengths = row.computed.values()
+        tokens = state.tokens
+        known = len(tokens)
         # Tokens that a stop rule cut off were computed but are not the request's: they must not become shareable.
-        state.settle(min(min(lengths), len(state.tokens)))
-        kv.commit(state.id, state.tokens[state.told :], state.verified)
-        state.told = len(state.tokens)
+        state.settle(min(known, *row.computed.values()))
+        kv.commit(state.id, tokens[state.told :], state.verified)
+        state.told = known
 
     def _apply_suspensions(self, verdict: Verdict) -> None:
         for suspended in verdict.suspended:

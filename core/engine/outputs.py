@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from hotswap.core.engine.pool import RequestState
 from hotswap.core.execution.messages import RowVerdict
-from hotswap.core.request import FinishReason, RequestOutput, TokenLogprob
+from hotswap.core.request import Detokenizer, FinishReason, RequestOutput, TokenLogprob
 
 
 class Ending(NamedTuple):
@@ -28,15 +28,14 @@ def cut_at_end(state: RequestState, kept: list[int]) -> tuple[list[int], Ending 
     return kept, None
 
 
-def to_text(state: RequestState, kept: list[int], ending: Ending | None) -> tuple[str, list[int], Ending | None]:
+def to_text(
+    detokenizer: Detokenizer, state: RequestState, kept: list[int], ending: Ending | None,
+) -> tuple[str, list[int], Ending | None]:
     """Push kept tokens through the request's detokeniser; a stop string cuts them and ends the request.
 
     The token that ended the request by its id gives no text, unless the client asked to see what stopped it.
     """
-    detokenizer, sampling = state.request.detokenizer, state.request.sampling
-    if detokenizer is None:
-        return "", kept, ending
-    visible = kept
+    sampling, visible = state.request.sampling, kept
     if ending is not None and ending.reason is FinishReason.STOP and not sampling.include_stop_str_in_output:
         visible = kept[:-1]
     delta = detokenizer.push(visible, sampling.min_tokens)
@@ -46,12 +45,15 @@ def to_text(state: RequestState, kept: list[int], ending: Ending | None) -> tupl
 
 
 def absorb(state: RequestState, row: RowVerdict, now: float) -> tuple[RequestOutput, Ending | None]:
-    """Apply one row's kept tokens to the request; returns what the client gets, and how the request ends, if it does."""
-    kept, ending = cut_at_end(state, row.kept)
-    text, kept, ending = to_text(state, kept, ending)
+    """Apply one row's kept tokens (at least one) to the request; returns what the client gets, and how the request ends, if it does."""
+    kept, ending, text = row.kept, None, ""
+    if len(kept) > 1 or kept[0] in state.stop_ids or state.output_length + 1 >= state.max_new:
+        kept, ending = cut_at_end(state, kept)
+    if state.request.detokenizer is not None:
+        text, kept, ending = to_text(state.request.detokenizer, state, kept, ending)
     state.tokens += kept
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    if state.first_token_at is None and kept:
+    if state.first_token_at is None:
         state.first_token_at = now
         prompt_logprobs = state.prompt_logprobs
     return RequestOutput(

@@ -2,7 +2,7 @@
 
 from collections import deque
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from hotswap.core.interfaces.kvcache import Match
 from hotswap.core.request import FinishReason, OutputSink, Request, TokenLogprob
@@ -17,11 +17,9 @@ class Status(Enum):
     DONE = "done"
 
 
-class FlyingRow(NamedTuple):
-    """A submitted row: at most ``width`` tokens computed and ``kept`` kept (0 where it stops short of the last token)."""
-
-    width: int
-    kept: int
+FlyingRow = tuple[int, int]
+"""A submitted row: at most so many tokens computed, and so many kept (0 where it stops short of the last token).
+A plain tuple, since one is made for every row of every step."""
 
 
 class RequestState:
@@ -107,17 +105,17 @@ class RequestState:
         kept = 1 + draft_slots if samples else 0
         self.computed += n_tokens + draft_slots
         self.kept_in_flight += kept
-        self.flying.append(FlyingRow(n_tokens + draft_slots, kept))
+        self.flying.append((n_tokens + draft_slots, kept))
 
     def land(self) -> None:
         """The oldest row in flight has been collected."""
-        self.kept_in_flight -= self.flying.popleft().kept
+        self.kept_in_flight -= self.flying.popleft()[1]
 
     def settle(self, verified: int) -> None:
         """The worker has told the true length: correct the bound, without which a rejection would livelock the loop."""
         self.verified = self.computed = verified
-        for row in self.flying:
-            self.computed += row.width
+        for width, _ in self.flying:
+            self.computed += width
 
 
 class RequestPool:

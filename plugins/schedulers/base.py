@@ -77,9 +77,10 @@ class QueueScheduler(Scheduler):
 
     def key(self, view: RequestView) -> Key:
         """The policy's key, remembered where it cannot change."""
-        if self.policy.dynamic or view.id not in self._keys:
-            self._keys[view.id] = self.policy.key(view, self._now)
-        return self._keys[view.id]
+        key = self._keys.get(view.id)
+        if key is None or self.policy.dynamic:
+            key = self._keys[view.id] = self.policy.key(view, self._now)
+        return key
 
     def serve_decodes(self, step: Step, views: list[RequestView]) -> None:
         for view in self.in_order(views):

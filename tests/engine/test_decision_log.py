@@ -17,16 +17,16 @@ from hotswap.core.testing.rig import build, make_rig, random_prompt
 def record(path: Path, *, tokens: bool = False, depth: int = 2, lookahead: int = 2, seed: int = 3) -> list[dict[str, Any]]:
     live = LiveComponents()
     live.add(build("observer", "decision_log", path=str(path), tokens=tokens, page_size=4))
-    rig = make_rig("chunked", "prefix", num_pages=1 + 40, page_size=4, depth=depth, lookahead=lookahead, max_running=4,
+    rig = make_rig("chunked", "prefix", num_pages=1 + 33, page_size=4, depth=depth, lookahead=lookahead, max_running=6,
                    max_batch_tokens=24, seed=seed, observers=live.observers)
     live.observers.notify("hotswap_engine_started", versions={"hotswap": "test"}, config={}, time=0.0)
     rng, shared = random.Random(seed), [7] * 13
     for turn in range(80):
-        if turn % 4 == 0:
+        if turn % 2 == 0:
             prompt = random_prompt(rng, 30, shared)
             rig.add(f"r{turn}", prompt, rng.randrange(1, 40), eos_token_ids=frozenset([5]), priority=rng.randrange(2))
         if turn in (23, 57):
-            rig.loop.abort(f"r{turn - 3}")
+            rig.loop.abort(f"r{turn - 1}")
         rig.loop.turn()
         rig.clock.advance(0.0017)
     rig.run()
@@ -37,8 +37,8 @@ def record(path: Path, *, tokens: bool = False, depth: int = 2, lookahead: int =
 
 def replay(events: list[dict[str, Any]], scheduler: str = "chunked", depth: int = 2, lookahead: int = 2) -> Any:
     kv = build("kvcache", "prefix")
-    kv.configure([CacheSpec("full", (0,), 1, 1, 1)], 0, CacheConstraints(128, 4, page_size=4, num_pages=1 + 40))
-    return Replay(events, build("scheduler", scheduler), kv, Limits(24, 4, 128, lookahead), depth, True).run()
+    kv.configure([CacheSpec("full", (0,), 1, 1, 1)], 0, CacheConstraints(128, 6, page_size=4, num_pages=1 + 33))
+    return Replay(events, build("scheduler", scheduler), kv, Limits(24, 6, 128, lookahead), depth, True).run()
 
 
 @pytest.mark.parametrize("seed", range(5))
