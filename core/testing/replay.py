@@ -20,8 +20,8 @@ from hotswap.core.interfaces.scheduler import Scheduler
 from hotswap.core.live import ObserverHub
 from hotswap.core.request import FinishReason, Request, SamplingParams
 
-STOP = -1
-"""The surrogate of a token that ended a request."""
+STOP = 1 << 31
+"""The surrogate of a token that ended a request; greater than every other."""
 
 Event = dict[str, Any]
 

@@ -24,7 +24,7 @@ def record(path: Path, *, tokens: bool = False, depth: int = 2, lookahead: int =
     for turn in range(80):
         if turn % 2 == 0:
             prompt = random_prompt(rng, 30, shared)
-            rig.add(f"r{turn}", prompt, rng.randrange(1, 40), eos_token_ids=frozenset([5]), priority=rng.randrange(2))
+            rig.add(f"r{turn}", prompt, rng.randrange(10, 60), eos_token_ids=frozenset([5] if turn % 8 == 0 else []), priority=rng.randrange(2))
         if turn in (23, 57):
             rig.loop.abort(f"r{turn - 1}")
         rig.loop.turn()
