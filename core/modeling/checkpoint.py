@@ -93,7 +93,7 @@ def open_checkpoint(
     if model in catalogue.CATALOGUE:
         return GGUFCheckpoint(catalogue.find(model), progress)
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return _open_directory(path, progress)
     if path.is_file():
         if path.suffix != ".gguf":
