@@ -1,0 +1,186 @@
+"""The attention backend's part of the conformance kit: every layout against dense attention in float64.
+
+    @pytest.mark.parametrize("case", attention_cases(MyAttention().support()), ids=str)
+    def test_my_backend_agrees_with_dense_attention(case):
+        check_attention(MyAttention(), case)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hotswap.core.execution.layout import IntArray, batch_layout
+from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GroupShape
+
+RAGGED = ((3, 5), (1, 0), (1, 70), (17, 0), (40, 33), (5, 4), (2, 62), (1, 15), (1, 16))
+"""(queries, past) of each row: prefills, chunks behind a past, drafts, decodes, and lengths around a page's end."""
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One batch. ``padding`` counts dummy rows behind the real ones."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...] = RAGGED
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    dtype: str = "float32"
+    padding: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def shape(self) -> GroupShape:
+        return GroupShape(
+            self.heads, self.kv_heads, self.head_dim, self.page_size, self.head_dim**-0.5, self.window, self.softcap)
+
+
+def attention_cases(support: AttentionSupport) -> list[AttentionCase]:
+    """The cases that a backend of this support must pass."""
+    pages = [size for size in (1, 4, 16) if support.page_sizes is None or size in support.page_sizes]
+    size = pages[-1] if pages else min(support.page_sizes or (16,))
+    base = AttentionCase("ragged", page_size=size)
+    cases = [replace(base, name=f"page size {page}", page_size=page) for page in pages or [size]]
+    cases += [
+        replace(base, name="decode", rows=((1, 7), (1, 90), (1, 31), (1, 32))),
+        replace(base, name="one row", rows=((1, 0),)),
+        replace(base, name="prefill of several blocks", rows=((700, 0), (300, 450)), heads=2, kv_heads=1),
+        replace(base, name="uneven lengths", rows=((1, 3), (1, 1500), (4, 600), (1, 64))),
+        replace(base, name="padded", padding=3),
+        replace(base, name="one head a key", heads=3, kv_heads=3),
+        replace(base, name="one key for all", heads=4, kv_heads=1),
+    ]
+    dims = [dim for dim in (64, 80, 96, 128, 256) if support.head_dims is None or dim in support.head_dims]
+    cases += [replace(base, name=f"head dim {dim}", head_dim=dim) for dim in dims]
+    dtypes = [dtype for dtype in TOLERANCE if support.dtypes is None or dtype in support.dtypes]
+    cases += [replace(base, name=dtype, dtype=dtype) for dtype in dtypes]
+    if support.windows:
+        cases += [replace(base, name=f"window {window}", window=window) for window in (1, 6, 16, 64)]
+        cases.append(replace(base, name="window, long", window=20, rows=((600, 0), (40, 700), (1, 1000), (3, 640))))
+    if support.softcap:
+        cases.append(replace(base, name="softcap", softcap=5.0))
+    if support.softcap and support.windows:
+        cases.append(replace(base, name="softcap and window", softcap=5.0, window=9))
+    return [case for case in cases if support.dtypes is None or case.dtype in support.dtypes]
+
+
+def check_attention(backend: AttentionBackend, case: AttentionCase, device: str = "cpu") -> None:
+    """The batch agrees with dense attention; so does each order of its rows, and each row without its neighbours.
+
+    Every page starts full of NaN: a backend that reads what was not written fails.
+    """
+    rows = [_random_row(case, seed, queries, past) for seed, (queries, past) in enumerate(case.rows)]
+    expected = [_dense(case, row) for row in rows]
+    everyone = list(range(len(rows)))
+    for order in (everyone, everyone[::-1], everyone[1::2] + everyone[::2]):
+        for index, got in zip(order, _attend(backend, case, [rows[i] for i in order], device), strict=True):
+            error = (got.double().cpu() - expected[index]).abs().max().item()
+            assert error <= TOLERANCE[case.dtype], (
+                f"{case.name}: row {index} of {case.rows[index]} (queries, past) at place {order.index(index)} of "
+                f"{len(order)} differs from dense attention by {error:.3g}, allowed {TOLERANCE[case.dtype]}")
+    rounding = max(backend.support().rounding, torch.finfo(getattr(torch, case.dtype)).eps)
+    together = _attend(backend, case, rows, device)
+    for index, row in enumerate(rows):
+        alone = _attend(backend, case, [row], device)[0]
+        error = (alone - together[index]).abs().max().item() / max(1.0, alone.abs().max().item())
+        assert error <= rounding, (
+            f"{case.name}: row {index} of {case.rows[index]} changes by {error:.3g} with its neighbours; "
+            f"the backend declares a rounding of {rounding}")
+
+
+@dataclass
+class _Row:
+    """q [queries + past, H, D]; k, v [queries + past, K, D]: the whole sequence, of which the last part is asked."""
+
+    queries: int
+    past: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def _random_row(case: AttentionCase, seed: int, queries: int, past: int) -> _Row:
+    random = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+    length = queries + past
+    q, k, v = (
+        torch.randn(length, heads, case.head_dim, generator=random).to(dtype)
+        for heads in (case.heads, case.kv_heads, case.kv_heads)
+    )
+    return _Row(queries, past, q * 2, k * 2, v)
+
+
+def _dense(case: AttentionCase, row: _Row) -> torch.Tensor:
+    """[queries, H, D] float64, by the definition."""
+    group = case.heads // case.kv_heads
+    q, k, v = row.q.double(), row.k.double().repeat_interleave(group, 1), row.v.double().repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * case.shape.scale
+    if case.softcap is not None:
+        scores = torch.tanh(scores / case.softcap) * case.softcap
+    at = torch.arange(len(q))
+    hidden = at[None, :] > at[:, None]
+    if case.window is not None:
+        hidden |= at[None, :] <= at[:, None] - case.window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)[row.past :]
+
+
+def _attend(backend: AttentionBackend, case: AttentionCase, rows: Sequence[_Row], device: str) -> list[torch.Tensor]:
+    """Write each row's past in a first step, ask its queries in a second: [queries, H, D] per row."""
+    lengths = np.array([row.queries + row.past for row in rows])
+    tables, num_pages = _scattered_tables(lengths, case.page_size, case.padding)
+    limits = BatchLimits(
+        max_tokens=int(lengths.sum()) + case.padding, max_rows=len(tables), max_pages_per_row=tables.shape[1],
+        device=device, dtype=case.dtype)
+    cache = backend.allocate(case.shape, num_pages, limits)
+    for tensor in cache:
+        tensor.fill_(float("nan"))
+    state = backend.bind("group", case.shape, limits)
+    older = [(i, row.past) for i, row in enumerate(rows) if row.past]
+    if older:
+        index, pasts = (np.array(column) for column in zip(*older, strict=True))
+        layout = batch_layout(pasts, np.zeros_like(pasts), {"group": (tables[index], case.page_size)}, device)
+        backend.plan(state, layout)
+        q, k, v = _batch([(rows[i], 0, past) for i, past in older], device, 0)
+        backend.run(state, q, k, v, cache, _out(case, int(pasts.sum()), device))
+    queries = np.array([row.queries for row in rows] + [1] * case.padding)
+    past = np.array([row.past for row in rows] + [0] * case.padding)
+    if case.window is not None:  # pages that no query sees any more have gone to others
+        dead = np.maximum(past - case.window + 1, 0) // case.page_size
+        tables[np.arange(tables.shape[1]) < dead[:, None]] = 0
+    layout = batch_layout(queries, past, {"group": (tables, case.page_size)}, device, num_rows=len(rows))
+    out = _out(case, int(queries.sum()), device)
+    q, k, v = _batch([(row, row.past, row.past + row.queries) for row in rows], device, case.padding)
+    backend.plan(state, layout)
+    backend.run(state, q, k, v, cache, out)
+    return list(torch.split(out, queries.tolist()))[: len(rows)]
+
+
+def _batch(parts: Sequence[tuple[_Row, int, int]], device: str, padding: int) -> list[torch.Tensor]:
+    """q, k, v of the parts' tokens, with padding tokens of ones behind them."""
+    stacks = [[getattr(row, name)[begin:end] for row, begin, end in parts] for name in "qkv"]
+    return [torch.cat([*stack, torch.ones_like(stack[0][:1]).repeat(padding, 1, 1)]).to(device) for stack in stacks]
+
+
+def _out(case: AttentionCase, tokens: int, device: str) -> torch.Tensor:
+    size = (tokens, case.heads, case.head_dim)
+    return torch.full(size, float("nan"), dtype=getattr(torch, case.dtype), device=device)
+
+
+def _scattered_tables(lengths: IntArray, page_size: int, padding: int) -> tuple[IntArray, int]:
+    """Page tables [rows + padding, P] int32 with pages in random order; page 0 is the dummy."""
+    counts = -(-lengths // page_size)
+    pages = np.random.default_rng(0).permutation(int(counts.sum())) + 1
+    tables = np.zeros((len(lengths) + padding, int(counts.max())), np.int32)
+    for row, (begin, count) in enumerate(zip(np.cumsum(counts) - counts, counts, strict=True)):
+        tables[row, :count] = pages[begin : begin + count]
+    return tables, len(pages) + 1

@@ -1,0 +1,260 @@
+"""Paged attention with torch's scaled_dot_product_attention, on any device.
+
+Legend: T tokens, R rows, m queries of a row, L keys of a row, H query heads, K key-value heads, G = H / K, D head size.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hotswap.core.execution.layout import BatchLayout, GroupLayout, IntArray
+from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GroupShape
+
+SHORT = 16
+"""Rows of at most so many queries (decoding, verification) share one call; longer ones get calls of their own."""
+
+BLOCK = 256
+"""Queries of a long row that are attended in one call: bounds the scores, and skips keys above the diagonal."""
+
+MAX_GATHER = 1 << 13
+"""Most keys gathered for one call of short rows (but one row at least): bounds the workspace, which then stays in the
+processor's cache."""
+
+Cache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+
+Selection = slice | torch.Tensor
+"""Tokens of the batch: a slice where they lie in a row, so that no copy is made."""
+
+
+@dataclass
+class _ShortRows:
+    """Rows of m queries each and of similar length. ``mask`` is [R, 1, 1 or m G, L] float32, added to the scores;
+    ``slots`` [R K L] says where their keys lie, head by head."""
+
+    tokens: Selection
+    rows: int
+    queries: int
+    slots: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass
+class _LongRow:
+    """One row. Its keys are the batch's own ``tokens`` where nothing came before them, else gathered from ``slots``
+    [L]."""
+
+    tokens: slice
+    past: int
+    slots: torch.Tensor | None
+
+
+@dataclass
+class _State:
+    group: str
+    shape: GroupShape
+    device: str
+    dtype: torch.dtype
+    slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    short: list[_ShortRows] = field(default_factory=list)
+    long: list[_LongRow] = field(default_factory=list)
+    staircase: torch.Tensor = field(default_factory=lambda: torch.empty(BLOCK, 0))
+    keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def gather(self, cache: Cache, slots: torch.Tensor, *size: int) -> Cache:
+        """Keys and values at ``slots``, each vector as wide as ``size`` ends, in workspaces that the next call reuses."""
+        width = size[-1]
+        pairs = zip(cache, (self.keys, self.values), strict=True)
+        keys, values = (
+            torch.index_select(x.view(-1, width), 0, slots, out=space[: len(slots) * width].view(-1, width))
+            for x, space in pairs
+        )
+        return keys, values
+
+
+class TorchAttention(AttentionBackend):
+    """The reference, on any device: torch's scaled_dot_product_attention over gathered pages.
+
+    Choose it where no kernel reads pages in place; it is also what other backends are compared with. Decoding rows of
+    similar length are attended in one call, so that a step's cost grows with their tokens and not with their number.
+    The query heads that share a key head are folded into the queries: nothing is repeated. Scores and sums are float32.
+    """
+
+    def support(self) -> AttentionSupport:
+        return AttentionSupport(dtypes=("float32", "bfloat16", "float16"), rounding=1e-5)
+
+    def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
+        """Two tensors [pages, page size, K, D]. Zeroed: uninitialised memory may hold NaN."""
+        size = (num_pages, shape.page_size, shape.kv_heads, shape.head_dim)
+        dtype = getattr(torch, limits.dtype)
+        return torch.zeros(size, dtype=dtype, device=limits.device), torch.zeros(size, dtype=dtype, device=limits.device)
+
+    def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> _State:
+        return _State(group, shape, limits.device, getattr(torch, limits.dtype))
+
+    def plan(self, state: _State, layout: BatchLayout) -> None:
+        pages = layout.groups[state.group]
+        queries, lengths = np.asarray(layout.query_lens), np.asarray(layout.kv_lens_max)
+        starts = np.concatenate(([0], np.cumsum(queries)[:-1]))
+        state.slots = pages.slots
+        short = queries <= SHORT
+        state.short = [
+            _plan_short(state, layout, pages, rows, queries[rows[0]], starts[rows], lengths[rows])
+            for rows in _alike(np.flatnonzero(short), queries, lengths, state.shape.window)
+        ]
+        state.long = [
+            _plan_long(pages, row, int(starts[row]), int(queries[row]), int(lengths[row]))
+            for row in np.flatnonzero(~short).tolist()
+        ]
+        _make_room(state, int(lengths[~short].max(initial=0)))
+
+    def run(
+        self, state: _State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, out: torch.Tensor,
+    ) -> None:
+        cache[0].flatten(0, 1).index_copy_(0, state.slots, k)
+        cache[1].flatten(0, 1).index_copy_(0, state.slots, v)
+        for rows in state.short:
+            _attend_short(state, rows, q, cache, out)
+        for row in state.long:
+            _attend_long(state, row, q, _keys_of(state, row, k, v, cache), out)
+
+
+def _make_room(state: _State, longest: int) -> None:
+    """Workspaces and the mask of long rows grow to what this step needs, and stay."""
+    shape = state.shape
+    if longest > state.staircase.shape[1]:
+        state.staircase = _staircase(_round_up(longest), shape.window, state.dtype).to(state.device)
+    most = max((len(rows.slots) * shape.head_dim for rows in state.short), default=0)
+    if any(row.slots is not None for row in state.long):
+        most = max(most, longest * shape.kv_heads * shape.head_dim)
+    if most > len(state.keys):
+        state.keys = torch.empty(_round_up(most), dtype=state.dtype, device=state.device)
+        state.values = torch.empty_like(state.keys)
+
+
+def _alike(rows: IntArray, queries: IntArray, lengths: IntArray, window: int | None) -> list[IntArray]:
+    """``rows`` in classes of one number of queries and, up to a factor of two, one number of visible keys."""
+    visible = lengths[rows] if window is None else np.minimum(lengths[rows], queries[rows] + window - 1)
+    doubling = np.ceil(np.log2(np.maximum(visible, 64))).astype(np.int64)
+    _, kinds = np.unique(queries[rows] * 64 + doubling, return_inverse=True)
+    classes: list[IntArray] = []
+    for kind in range(kinds.max(initial=-1) + 1):
+        alike = rows[kinds == kind]
+        parts = -(-len(alike) * int(visible[kinds == kind].max()) // MAX_GATHER)
+        classes += np.array_split(alike, min(parts, len(alike)))
+    return classes
+
+
+def _plan_short(
+    state: _State, layout: BatchLayout, pages: GroupLayout, rows: IntArray, queries: int, starts: IntArray,
+    lengths: IntArray,
+) -> _ShortRows:
+    """Positions beyond a row's length read its last key again and are masked: what lies in pages beyond it (another
+    request's leavings, perhaps NaN) is never touched."""
+    m, window, size, kv_heads = int(queries), state.shape.window, pages.page_size, state.shape.kv_heads
+    most = int(lengths.max()) if window is None else min(int(lengths.max()), m + window - 1)
+    index = torch.from_numpy(rows).to(state.device)
+    ends = layout.kv_lens[index].long()[:, None]
+    first = torch.zeros_like(ends) if window is None else (ends - m - window + 1).clamp_(min=0)
+    positions = first + torch.arange(most, device=state.device)
+    inside = torch.minimum(positions, ends - 1)
+    slots = pages.page_table[index].gather(1, inside // size).long() * size + inside % size
+    heads = torch.arange(kv_heads, device=state.device)[:, None]
+    slots_RKL = slots[:, None] * kv_heads + heads
+    asking = (ends - m + torch.arange(m, device=state.device))[:, :, None]
+    visible = positions[:, None] <= asking
+    if window is not None:
+        visible &= positions[:, None] > asking - window
+    mask = torch.zeros(visible.shape, device=state.device).masked_fill_(~visible, float("-inf"))
+    if m > 1:
+        mask = mask.repeat_interleave(state.shape.heads // kv_heads, dim=1)
+    tokens = (starts[:, None] + np.arange(m)).ravel()
+    return _ShortRows(_selection(tokens, state.device), len(rows), m, slots_RKL.flatten(), mask[:, None])
+
+
+def _plan_long(pages: GroupLayout, row: int, start: int, queries: int, length: int) -> _LongRow:
+    tokens, past = slice(start, start + queries), length - queries
+    if past == 0:
+        return _LongRow(tokens, past, None)
+    positions = torch.arange(length, device=pages.page_table.device)
+    slots = pages.page_table[row].long()[positions // pages.page_size] * pages.page_size + positions % pages.page_size
+    return _LongRow(tokens, past, slots)
+
+
+def _attend_short(state: _State, rows: _ShortRows, q: torch.Tensor, cache: Cache, out: torch.Tensor) -> None:
+    shape, n, m = state.shape, rows.rows, rows.queries
+    group = shape.heads // shape.kv_heads
+    q_RKXD = q[rows.tokens].reshape(n, m, shape.kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
+    k_RKLD, v_RKLD = (
+        x.view(n, shape.kv_heads, -1, shape.head_dim) for x in state.gather(cache, rows.slots, shape.head_dim)
+    )
+    o_RKXD = _explicit(q_RKXD, k_RKLD, v_RKLD, rows.mask, shape)
+    out[rows.tokens] = o_RKXD.view(n, shape.kv_heads, m, group, -1).transpose(1, 2).reshape(n * m, shape.heads, -1)
+
+
+def _keys_of(state: _State, row: _LongRow, k: torch.Tensor, v: torch.Tensor, cache: Cache) -> Cache:
+    """A long row's keys and values [L, K, D], from its first token."""
+    if row.slots is None:
+        return k[row.tokens], v[row.tokens]
+    keys, values = state.gather(cache, row.slots, state.shape.kv_heads * state.shape.head_dim)
+    size = (len(row.slots), state.shape.kv_heads, state.shape.head_dim)
+    return keys.view(size), values.view(size)
+
+
+def _attend_long(state: _State, row: _LongRow, q: torch.Tensor, keys: Cache, out: torch.Tensor) -> None:
+    shape, past, count = state.shape, row.past, row.tokens.stop - row.tokens.start
+    group = shape.heads // shape.kv_heads
+    attend = _fused if shape.softcap is None else _explicit
+    q_nKGD, o_nHD = q[row.tokens].reshape(count, shape.kv_heads, group, -1), out[row.tokens]
+    for begin in range(0, count, BLOCK):
+        end = min(begin + BLOCK, count)
+        first = 0 if shape.window is None else max(0, past + begin - shape.window + 1)
+        mask = state.staircase[begin - end:, first - past - end:]
+        k_KGLD, v_KGLD = (x[first : past + end].transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in keys)
+        o_KGnD = attend(q_nKGD[begin:end].permute(1, 2, 0, 3), k_KGLD, v_KGLD, mask, shape)
+        o_nHD[begin:end] = o_KGnD.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, shape: GroupShape,
+) -> torch.Tensor:
+    """[..., n, D], [..., L, D], mask [n, L] -> [..., n, D], without ever holding the scores."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=shape.scale)
+
+
+def _explicit(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, shape: GroupShape,
+) -> torch.Tensor:
+    """The same, holding the scores (float32): faster than torch's fused kernel for few queries on a CPU, and able to
+    squash them (softcap, as in Gemma 2)."""
+    scores = (q.float() * shape.scale) @ k.float().transpose(-1, -2)
+    if shape.softcap is not None:
+        scores.div_(shape.softcap).tanh_().mul_(shape.softcap)
+    return scores.add_(mask).softmax(-1).to(v.dtype) @ v
+
+
+def _staircase(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """The causal mask of the last ``BLOCK`` queries over ``length`` keys, [BLOCK, length].
+
+    What a query sees depends on its distance from the last key alone: the mask of any n <= BLOCK queries that end at
+    the last of L keys is the lower right [n, L] corner of this one."""
+    asking = torch.arange(length - BLOCK, length)[:, None]
+    keys = torch.arange(length)
+    hidden = keys > asking
+    if window is not None:
+        hidden |= keys <= asking - window
+    return torch.zeros(BLOCK, length, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _selection(tokens: IntArray, device: str) -> Selection:
+    first, last = int(tokens[0]), int(tokens[-1])
+    if last - first + 1 == len(tokens):  # they rise by one, being sorted and distinct
+        return slice(first, last + 1)
+    return torch.from_numpy(tokens).to(device)
+
+
+def _round_up(size: int) -> int:
+    return max(1024, 1 << (size - 1).bit_length())
