@@ -1,7 +1,7 @@
 """The components of one running engine, held by pluggy, and the hub through which observers are told what happens."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pluggy
@@ -103,6 +103,9 @@ class LiveComponents:
         """The live component of that label."""
         component: Component | None = self._manager.get_plugin(label)
         return component
+
+    def __iter__(self) -> Iterator[Component]:
+        return iter(cast(list[Component], [plugin for _, plugin in self._manager.list_name_plugin()]))
 
     def listing(self) -> list[dict[str, Any]]:
         """Every live component, as JSON: kind, name, distribution, version, contract, options, and why its hooks are

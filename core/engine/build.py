@@ -5,21 +5,21 @@ read, then weights are loaded, then pages are divided.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hotswap.core.config import Config, ResolvedConfig
+from hotswap.core.config.check import Components, check_config
 from hotswap.core.engine.client import Engine
 from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop, Parts
 from hotswap.core.errors import ConfigError
-from hotswap.core.interfaces.component import Component, ComponentRef, RequestOptions
+from hotswap.core.interfaces.component import ComponentRef, RequestOptions
 from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan
 from hotswap.core.interfaces.model import Model, ModelFacts
-from hotswap.core.interfaces.parallel import RankPlan, ShardStrategy, WorkerInfo
+from hotswap.core.interfaces.parallel import RankPlan, WorkerInfo
 from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
 
@@ -27,24 +27,6 @@ if TYPE_CHECKING:
     from hotswap.core.modeling.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Components:
-    """One instance of every component that the config names; the model comes when the checkpoint is known."""
-
-    scheduler: Any
-    kvcache: Any
-    attention: Any
-    speculator: Any
-    executor: Any
-    logits_processors: list[Any]
-    shards: list[ShardStrategy]
-    observers: list[Any]
-
-    def all(self) -> Iterator[Component]:
-        yield from (self.scheduler, self.kvcache, self.attention, self.speculator, self.executor)
-        yield from (*self.logits_processors, *self.shards, *self.observers)
 
 
 @dataclass
@@ -65,22 +47,10 @@ class Built:
     @property
     def request_options(self) -> dict[str, type[RequestOptions]]:
         """Per live component that reads a part of a request's ``extra``: the model of that part."""
-        return self.components.request_options()
-
-
-def build_components(config: Config, registry: Registry) -> Components:
-    """Import and build what the config names. ConfigError names the config path."""
-    def one(kind: str, ref: ComponentRef, path: str) -> Any:
-        return registry.build(kind, ref, path)
-
-    return Components(
-        one("scheduler", config.scheduler.ref, "scheduler"), one("kvcache", config.kvcache.ref, "kvcache"),
-        one("attention", config.attention.ref, "attention"), one("speculator", config.speculator.ref, "speculator"),
-        one("executor", config.execution.ref, "execution"),
-        [one("logits_processor", ref, f"logits_processors[{i}]") for i, ref in enumerate(config.logits_processors)],
-        [one("shard", ref, f"parallel[{i}]") for i, ref in enumerate(config.parallel)],
-        [one("observer", ref, f"observers[{i}]") for i, ref in enumerate(config.observers)],
-    )
+        return {
+            component.label.partition(":")[2]: component.RequestOptions
+            for component in self.components if component.RequestOptions is not None
+        }
 
 
 def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Clock | None = None) -> Built:
@@ -89,21 +59,21 @@ def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Cloc
     from hotswap.core.modeling.checkpoint import open_checkpoint
 
     config, registry, clock = resolved.config, Registry(), clock or SystemClock()
-    parts = build_components(config, registry)
+    parts = check_config(config, registry)
     checkpoint = open_checkpoint(config.model.source, revision=config.model.revision, progress=progress)
     model = _build_model(config, registry, checkpoint)
     facts = model.facts(checkpoint.config)
     max_model_len = _context_length(config, facts)
-    notes = list(checkpoint.warnings)
+    notes = [*resolved.warnings, *parts.notes, *checkpoint.warnings]
     settings = WorkerSettings.choose(config, checkpoint, max_model_len, notes)
     plan = RankPlan()
-    for strategy in reversed(parts.shards):
+    for strategy in reversed(parts.listed("parallel")):
         plan = strategy.layout(facts, plan)
     live = LiveComponents()
-    for component in (model, *parts.all()):
+    for component in (model, *parts.built.values()):
         live.add(component)
-    info = parts.executor.launch(
-        worker_factory(checkpoint, model, parts.attention, parts.speculator, parts.logits_processors, settings), plan)
+    info = parts.executor.launch(worker_factory(
+        checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"), settings), plan)
     try:
         cache_plan = _divide_memory(config, parts, info, max_model_len)
         parts.executor.allocate(cache_plan)
@@ -168,7 +138,7 @@ def _divide_memory(config: Config, parts: Components, info: WorkerInfo, max_mode
     return plan
 
 
-def versions() -> Mapping[str, str]:
+def versions() -> dict[str, str]:
     """Of hotswap and of what its numbers depend on."""
     found = {}
     for name in ("hotswap", "torch", "transformers", "numpy"):
