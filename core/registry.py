@@ -151,7 +151,7 @@ class Registry:
         """
         entry, cls = self.find(kind, ref.use, path), self.load(kind, ref.use, path)
         options = self.options(kind, ref, path, known)
-        parts = {name: self._part(part, value, join(path, name)) for name, part, value in _parts(options)}
+        parts = {name: self._part(part, value, join(path, name)) for name, part, value in parts_of(options)}
         try:
             component = cls(options, parts)
         except ConfigError as error:
@@ -269,7 +269,7 @@ def _entries(distribution: metadata.Distribution) -> list[Entry]:
     ]
 
 
-def _parts(options: ComponentOptions) -> list[tuple[str, Part, Any]]:
+def parts_of(options: ComponentOptions) -> list[tuple[str, Part, Any]]:
     """(option, its mark, its value) of every option that names another component."""
     return [
         (name, mark, getattr(options, name))

@@ -66,12 +66,12 @@ def check_config(config: Config, registry: Registry) -> Components:
     built: dict[str, Component] = {}
     problems: list[Problem] = []
     notes: list[str] = []
-    for path, kinds, ref in _named(config):
+    for path, kinds, ref in named(config):
         try:
             if ref.use == AUTO and kinds == ("attention",):
                 ref, note = choose_attention(registry, ref, resolve_device(config.device))
                 notes.append(note)
-            built[path] = registry.build(_kind(registry, kinds, ref, path), ref, path, known_keys())
+            built[path] = registry.build(kind_of(registry, kinds, ref, path), ref, path, known_keys())
         except ConfigError as error:
             problems += problems_of(error)
     components = Components(built)
@@ -141,7 +141,7 @@ def resolve_device(device: str) -> str:
     return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
 
 
-def _named(config: Config) -> Iterator[tuple[str, tuple[str, ...], ComponentRef]]:
+def named(config: Config) -> Iterator[tuple[str, tuple[str, ...], ComponentRef]]:
     """(config path, kinds it may be of, reference) of every component that the config names, the model aside."""
     for section, kind in SECTIONS.items():
         if section != "model":
@@ -151,7 +151,7 @@ def _named(config: Config) -> Iterator[tuple[str, tuple[str, ...], ComponentRef]
             yield join(section, index), kinds, ref
 
 
-def _kind(registry: Registry, kinds: tuple[str, ...], ref: ComponentRef, path: str) -> str:
+def kind_of(registry: Registry, kinds: tuple[str, ...], ref: ComponentRef, path: str) -> str:
     """Which of ``kinds`` has the component; the first where none has, so that its error names what there is."""
     name = ref.use.rpartition(":")[2]
     having = [kind for kind in kinds if name in registry.names(kind)]

@@ -73,6 +73,9 @@ def load_config(
         values, origin = copy.deepcopy(dict(source)), "argument"
     else:
         values, origin = read_file(Path(source)), f"file {source}"
+    for section in SECTIONS:
+        if isinstance(values.get(section), str):
+            values[section] = _spelt_out(section, values[section])
     sources = {path: origin for path in _leaves(values)}
     warnings = _rename(values, sources)
     for assignment in [*_environment(os.environ if environ is None else environ), *map(_flag, sets)]:
@@ -174,13 +177,17 @@ def _section(parent: dict[str, Any], path: tuple[str, ...], assignment: Assignme
     if value is None:
         value = {}
     elif isinstance(value, str):
-        value = {"name" if path == ("model",) else "use": value}
+        value = _spelt_out(".".join(path), value)
     elif not isinstance(value, dict):
         what = "a list; give it whole" if isinstance(value, list) else "a single value"
         message = f"cannot be set by {assignment.source}: {'.'.join(path)} is {what}."
         raise ConfigError(message, ".".join(assignment.path))
     parent[path[-1]] = value
     return value
+
+
+def _spelt_out(path: str, bare_name: str) -> dict[str, Any]:
+    return {"name" if path == "model" else "use": bare_name}
 
 
 def _rename(values: dict[str, Any], sources: dict[str, str]) -> list[str]:

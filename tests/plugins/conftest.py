@@ -5,10 +5,68 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 Install = Callable[..., Path]
+
+PARTS = """
+    from typing import Annotated
+    from hotswap.core.hooks import Observer
+    from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport
+    from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part, Requirement
+    from hotswap.core.interfaces.kvcache import KVCacheManager
+    from hotswap.core.interfaces.logits import LogitsProcessor
+    from hotswap.core.interfaces.parallel import Deployment, Executor, ShardStrategy
+    from hotswap.core.interfaces.scheduler import QueuePolicy, Scheduler
+    from hotswap.core.interfaces.speculator import Speculator, SpeculatorNeeds
+
+    def concrete(base, **members):
+        abstract = {name: lambda self, *args, **kwargs: None for name in base.__abstractmethods__}
+        return type("Fake" + base.__name__, (base,), {**abstract, **members})
+
+    def describes(**members):
+        return lambda self: Description(**members)
+
+    class Held(ComponentOptions):
+        policy: Annotated[ComponentRef, Part("queue_policy")] = ComponentRef(use="fake")
+
+    class Draft(ComponentOptions):
+        max_draft: int = 3
+
+    needs = Requirement("kvcache", "fork", "it starts children from their parents", "kvcache.use")
+    FakeScheduler = concrete(Scheduler, Options=Held)
+    FakePolicy = concrete(QueuePolicy)
+    Forking = concrete(QueuePolicy, describe=describes(requires=(needs,)))
+    FakeKV = concrete(KVCacheManager, describe=describes(offers=frozenset({"shrink"})))
+    ForkKV = concrete(KVCacheManager, describe=describes(offers=frozenset({"fork"})))
+    Anywhere = concrete(AttentionBackend, support=lambda self: AttentionSupport())
+    ForChip = concrete(AttentionBackend, support=lambda self: AttentionSupport(devices=("chip",)))
+    FakeSpeculator = concrete(
+        Speculator, Options=Draft, needs=lambda self: SpeculatorNeeds(lookahead=self.options.max_draft))
+    FakeExecutor = concrete(Executor)
+    FakeProcessor = concrete(LogitsProcessor)
+    FakeShard = concrete(ShardStrategy)
+    FakeDeployment = concrete(Deployment)
+    FakeObserver = concrete(Observer)
+"""
+POINTS: dict[str, dict[str, str]] = {
+    "hotswap.scheduler": {"fake": "parts:FakeScheduler"},
+    "hotswap.queue_policy": {"fake": "parts:FakePolicy", "forking": "parts:Forking"},
+    "hotswap.kvcache": {"fake": "parts:FakeKV", "forkable": "parts:ForkKV"},
+    "hotswap.attention": {"fake": "parts:Anywhere", "chip": "parts:ForChip"},
+    "hotswap.speculator": {"fake": "parts:FakeSpeculator"},
+    "hotswap.executor": {"fake": "parts:FakeExecutor"},
+    "hotswap.logits_processor": {"fake": "parts:FakeProcessor", "second": "parts:FakeProcessor"},
+    "hotswap.shard": {"fake": "parts:FakeShard"},
+    "hotswap.deployment": {"copies": "parts:FakeDeployment"},
+    "hotswap.observer": {"fake": "parts:FakeObserver"},
+}
+BASE: dict[str, Any] = {
+    "model": "m", "scheduler": "fake", "kvcache": "fake", "attention": "fake", "speculator": "fake",
+    "execution": "fake", "logits_processors": ["fake"], "observers": ["fake"],
+}
 
 
 def write_distribution(
@@ -39,3 +97,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         if getattr(sys.modules[name], "__file__", None) and str(site) in str(sys.modules[name].__file__):
             del sys.modules[name]
     importlib.invalidate_caches()
+
+
+@pytest.fixture
+def parts(install: Install) -> dict[str, Any]:
+    """A distribution with a component of most kinds, and a config that names them."""
+    install("parts", POINTS, PARTS)
+    return dict(BASE)

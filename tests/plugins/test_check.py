@@ -10,70 +10,11 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.registry import Registry
 
-PARTS = """
-    from typing import Annotated
-    from hotswap.core.hooks import Observer
-    from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport
-    from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part, Requirement
-    from hotswap.core.interfaces.kvcache import KVCacheManager
-    from hotswap.core.interfaces.logits import LogitsProcessor
-    from hotswap.core.interfaces.parallel import Deployment, Executor, ShardStrategy
-    from hotswap.core.interfaces.scheduler import QueuePolicy, Scheduler
-    from hotswap.core.interfaces.speculator import Speculator, SpeculatorNeeds
-
-    def concrete(base, **members):
-        abstract = {name: lambda self, *args, **kwargs: None for name in base.__abstractmethods__}
-        return type("Fake" + base.__name__, (base,), {**abstract, **members})
-
-    def describes(**members):
-        return lambda self: Description(**members)
-
-    class Held(ComponentOptions):
-        policy: Annotated[ComponentRef, Part("queue_policy")] = ComponentRef(use="fake")
-
-    class Draft(ComponentOptions):
-        max_draft: int = 3
-
-    needs = Requirement("kvcache", "fork", "it starts children from their parents", "kvcache.use")
-    FakeScheduler = concrete(Scheduler, Options=Held)
-    FakePolicy = concrete(QueuePolicy)
-    Forking = concrete(QueuePolicy, describe=describes(requires=(needs,)))
-    FakeKV = concrete(KVCacheManager, describe=describes(offers=frozenset({"shrink"})))
-    ForkKV = concrete(KVCacheManager, describe=describes(offers=frozenset({"fork"})))
-    Anywhere = concrete(AttentionBackend, support=lambda self: AttentionSupport())
-    ForChip = concrete(AttentionBackend, support=lambda self: AttentionSupport(devices=("chip",)))
-    FakeSpeculator = concrete(
-        Speculator, Options=Draft, needs=lambda self: SpeculatorNeeds(lookahead=self.options.max_draft))
-    FakeExecutor = concrete(Executor)
-    FakeProcessor = concrete(LogitsProcessor)
-    FakeShard = concrete(ShardStrategy)
-    FakeDeployment = concrete(Deployment)
-    FakeObserver = concrete(Observer)
-"""
-POINTS = {
-    "hotswap.scheduler": {"fake": "parts:FakeScheduler"},
-    "hotswap.queue_policy": {"fake": "parts:FakePolicy", "forking": "parts:Forking"},
-    "hotswap.kvcache": {"fake": "parts:FakeKV", "forkable": "parts:ForkKV"},
-    "hotswap.attention": {"fake": "parts:Anywhere", "chip": "parts:ForChip"},
-    "hotswap.speculator": {"fake": "parts:FakeSpeculator"},
-    "hotswap.executor": {"fake": "parts:FakeExecutor"},
-    "hotswap.logits_processor": {"fake": "parts:FakeProcessor", "second": "parts:FakeProcessor"},
-    "hotswap.shard": {"fake": "parts:FakeShard"},
-    "hotswap.deployment": {"copies": "parts:FakeDeployment"},
-    "hotswap.observer": {"fake": "parts:FakeObserver"},
-}
-BASE = {
-    "model": "m", "scheduler": "fake", "kvcache": "fake", "attention": "fake", "speculator": "fake",
-    "execution": "fake", "logits_processors": ["fake"], "observers": ["fake"],
-}
-
 
 @pytest.fixture
-def check(install):
-    install("parts", POINTS, PARTS)
-
+def check(parts):
     def run(**changes: object) -> Components:
-        return check_config(load_config({**BASE, **changes}, environ={}).config, Registry())
+        return check_config(load_config({**parts, **changes}, environ={}).config, Registry())
 
     return run
 

@@ -1,0 +1,37 @@
+"""The ``hotswap`` command. Each subcommand's module is imported when it is called, torch only where a model is run."""
+
+import importlib
+from typing import Any
+
+import click
+
+from hotswap import __version__
+from hotswap.core.errors import ConfigError
+
+COMMANDS = {name: f"hotswap.server.commands.{name}" for name in ("serve", "generate", "config", "plugins")}
+
+
+class LazyGroup(click.Group):
+    """Knows its subcommands by name only. A ConfigError, wherever it comes from, is told in one message, exit code 2."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[cmd_name]).command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            click.echo(f"hotswap: {error}", err=True)
+            ctx.exit(2)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hotswap", message="%(prog)s %(version)s")
+def main() -> None:
+    """An LLM serving engine whose parts can be exchanged."""

@@ -1,0 +1,90 @@
+"""``hotswap plugins``: what is installed, what of it can be used, and what a component can be told."""
+
+import contextlib
+import inspect
+import json
+from typing import Any
+
+import click
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.explain import join
+from hotswap.core.registry import Listing, Registry
+from hotswap.server.commands.table import table
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="For programs.")
+
+
+@click.group("plugins", invoke_without_command=True)
+@click.option("--load", is_flag=True, help="Import every component, to find those that are broken.")
+@_as_json
+@click.pass_context
+def command(ctx: click.Context, load: bool, as_json: bool) -> None:
+    """List the installed components; imports none of them."""
+    if ctx.invoked_subcommand is not None:
+        return
+    registry = Registry()
+    if load:
+        for item in registry.listing():
+            with contextlib.suppress(ConfigError):  # the listing will say why
+                registry.load(item.kind, f"{item.distribution}:{item.name}")
+    listed = registry.listing()
+    if as_json:
+        click.echo(json.dumps([item._asdict() for item in listed], indent=2))
+    else:
+        click.echo(table(Listing._fields, listed))
+
+
+@command.command()
+@click.argument("component", metavar="KIND:NAME")
+@_as_json
+def show(component: str, as_json: bool) -> None:
+    """Say when to choose a component and what options it takes; imports this one."""
+    kind, _, name = component.partition(":")
+    if not name:
+        raise click.UsageError(f"'{component}' should be KIND:NAME, such as scheduler:chunked.")
+    registry = Registry()
+    cls = registry.load(kind, name)
+    found = registry.find(kind, name)
+    listing = next(item for item in registry.listing(kind) if item[:3] == (kind, found.name, found.distribution))
+    facts: dict[str, Any] = {
+        **listing._asdict(),
+        "class": found.value,
+        "documentation": inspect.getdoc(cls) or "",
+        "options": cls.Options.model_json_schema(),
+        "request_options": cls.RequestOptions.model_json_schema() if cls.RequestOptions else None,
+    }
+    click.echo(json.dumps(facts, indent=2) if as_json else _page(facts))
+
+
+def _page(facts: dict[str, Any]) -> str:
+    lines = [
+        f"{facts['kind']}:{facts['name']}  {facts['distribution']} {facts['version']}  {facts['contract']}",
+        facts["class"], "", facts["documentation"], "",
+    ]
+    lines += _options("Options", facts["options"])
+    if facts["request_options"]:
+        lines += ["", *_options("In a request's extra", facts["request_options"])]
+    return "\n".join(lines)
+
+
+def _options(title: str, schema: dict[str, Any], prefix: str = "") -> list[str]:
+    properties = schema.get("properties", {})
+    if not properties:
+        return [f"{title}: none."]
+    required = schema.get("required", [])
+    lines = [f"{title}:"]
+    for name, option in properties.items():
+        default = "required" if name in required else f"default {json.dumps(option.get('default'))}"
+        lines.append(f"  {join(prefix, name)}: {_type(option)}, {default}")
+        lines += [f"      {line}" for line in option.get("description", "").splitlines()]
+    return lines
+
+
+def _type(option: dict[str, Any]) -> str:
+    if "enum" in option:
+        return " or ".join(json.dumps(value) for value in option["enum"])
+    if "anyOf" in option:
+        return " or ".join(_type(choice) for choice in option["anyOf"])
+    reference = option.get("$ref", "").rpartition("/")[2]
+    return str(option.get("type") or ("component" if reference == "ComponentRef" else reference) or "any")

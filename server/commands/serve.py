@@ -1,0 +1,23 @@
+"""``hotswap serve``."""
+
+import json
+
+import click
+
+from hotswap.server.commands.options import read_config, reads_config
+
+
+@click.command("serve")
+@reads_config
+@click.option("--host", help="The same as --set server.host=HOST.")
+@click.option("--port", type=int, help="The same as --set server.port=PORT.")
+def command(config: str, sets: tuple[str, ...], host: str | None, port: int | None) -> None:
+    """Answer OpenAI clients with the model that CONFIG names."""
+    if host is not None:
+        sets = (*sets, f"server.host={json.dumps(host)}")
+    if port is not None:
+        sets = (*sets, f"server.port={port}")
+    resolved = read_config(config, sets)
+    from hotswap.server.run import serve
+
+    serve(resolved)
