@@ -19,13 +19,13 @@ from pydantic import BaseModel, ConfigDict, model_serializer, model_validator
 class ComponentOptions(BaseModel):
     """Base of a component's part of the config. An unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RequestOptions(BaseModel):
     """Base of a component's part of a request's ``extra`` bag. An unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ComponentRef(BaseModel):
