@@ -169,7 +169,7 @@ class DirectoryCheckpoint(Checkpoint):
             return file.read_text("utf-8")
         template = self.tokenizer_config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
         return template
 
 
@@ -221,6 +221,7 @@ def _identity(files: Iterable[Path]) -> str:
 
 def _ids(value: Any) -> list[int]:
     """Configs state one id, a list of ids, or nothing."""
-    if value is None:
-        return []
-    return [int(id) for id in value] if isinstance(value, list) else [int(value)]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if wrong := [id for id in ids if not isinstance(id, int) or isinstance(id, bool)]:
+        raise ModelLoadError(f"the config states the token id {wrong[0]!r}, expected an integer")
+    return ids

@@ -49,7 +49,7 @@ class GGUFFile:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, ValueError, TypeError, OverflowError) as error:
             raise ModelLoadError(
                 f"the header of {path} is damaged or cut off (the file has {self.size} bytes): download it again ({error})"
             ) from error

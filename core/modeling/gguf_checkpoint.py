@@ -58,6 +58,8 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         return value
 
     heads, hidden_size = field("attention.head_count"), field("embedding_length")
+    if not all(isinstance(value, int) and value > 0 for value in (heads, hidden_size)):
+        raise ModelLoadError(f"{file.path} has {heads!r} heads and width {hidden_size!r}, expected positive integers")
     head_dim = field("attention.key_length", hidden_size // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         if field(name, head_dim) != head_dim:

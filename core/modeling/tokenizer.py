@@ -143,7 +143,17 @@ _ADDS_BOS = frozenset({"llama3", "llama-v3", "llama-bpe"})
 
 
 def from_gguf(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file's metadata describes: byte-level BPE ("gpt2") or SentencePiece BPE ("llama")."""
+    """The tokenizer that a GGUF file's metadata describes: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
+
+    ConfigError for another kind; ModelLoadError where the lists of tokens, types, scores and merges do not fit together.
+    """
+    try:
+        return _from_gguf(metadata)
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise ModelLoadError(f"the GGUF file's vocabulary is damaged, convert the model again ({error!r})") from error
+
+
+def _from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders:

@@ -71,6 +71,8 @@ class WeightSource(ABC):
         if self._missing or self._misshaped:
             return torch.empty(wanted)
         tensor = self._read(name, dim, part if wanted != shape else None)
+        if not tensor.is_floating_point():
+            raise ModelLoadError(f"{name} of {self.location} holds {tensor.dtype}: quantised weights are not read")
         self._advance(tensor)
         return tensor
 
@@ -151,11 +153,14 @@ class SafetensorsWeights(WeightSource):
         return self._shapes[name]
 
     def _read(self, name: str, dim: int, part: Shard | None) -> torch.Tensor:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         file = self._files[name]
         if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt", device="cpu")
+            try:
+                self._open[file] = safe_open(file, framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise ModelLoadError(f"{file} is damaged: download it again ({error})") from error
         if part is None:
             return cast(torch.Tensor, self._open[file].get_tensor(name))
         window = tuple(slice(part.start, part.stop) if axis == dim else slice(None) for axis in range(dim + 1))
@@ -224,7 +229,7 @@ def _checked_header(file: Path) -> dict[str, tuple[int, ...]]:
             entries.pop("__metadata__", None)
             shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
             end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ModelLoadError(f"the header of {file} is damaged: download it again ({error!r})") from error
     expected = 8 + header_bytes + end
     if expected != size:

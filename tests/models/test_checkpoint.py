@@ -171,6 +171,14 @@ class TestSentencePieceInGGUF:
         assert [tokenizer.id_to_token(i) for i in tokenizer.encode("ab")] == ["ab"]
         assert tokenizer.decode(tokenizer.encode("ab ab")) == "ab ab"
 
+    @pytest.mark.parametrize("damage", [
+        {"tokenizer.ggml.scores": [0.0]}, {"tokenizer.ggml.token_type": [1]}, {"tokenizer.ggml.merges": ["nospace"]},
+        {"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]},
+    ])
+    def test_lists_that_do_not_fit_together_are_an_error(self, damage):
+        with pytest.raises(ModelLoadError, match="GGUF file's vocabulary"):
+            self.make(**damage)
+
     def test_a_tokenizer_of_another_kind_is_refused(self):
         with pytest.raises(ConfigError, match="'t5'"):
             tokenizers_of.from_gguf({"tokenizer.ggml.model": "t5"})

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -136,6 +137,29 @@ class TestTiedEmbeddings:
         edit_config(directory, tie_word_embeddings=True)
         with pytest.raises(ModelLoadError, match="tie_word_embeddings"):
             reference.load_decoder(directory)
+
+
+def test_integers_in_place_of_weights_are_refused(make_checkpoint, reference):
+    _, directory = make_checkpoint()
+    edit(directory, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].mul(10).to(torch.int8)}))
+    with pytest.raises(ModelLoadError, match="lm_head.weight .* holds torch.int8"):
+        reference.load_decoder(directory)
+
+
+def test_loading_holds_one_tensor_of_the_checkpoint_at_a_time(make_checkpoint, reference, monkeypatch):
+    _, directory = make_checkpoint()
+    read, seen = SafetensorsWeights._read, []
+
+    def watched(self, *args):
+        assert all(tensor() is None for tensor in seen), "an earlier tensor is still held"
+        tensor = read(self, *args)
+        seen.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(SafetensorsWeights, "_read", watched)
+    model = reference.load_decoder(directory)
+    del model
+    assert len(seen) == 3 + 3 * 9
 
 
 def test_a_part_of_a_tensor_is_read_without_the_rest(tmp_path):
