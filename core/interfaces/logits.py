@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class LogitsRow(NamedTuple):
     """``index``: the row of ``logits``. ``drafts``: tokens assumed after the kept ones (empty for a row without)."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # a field named like a method of tuple, which nobody calls
     request: str
     drafts: tuple[int, ...] = ()
 
