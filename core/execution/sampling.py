@@ -349,7 +349,7 @@ def _cut_top(weights: torch.Tensor, mass: torch.Tensor | None, group: _Group) ->
 def _cut_rest(weights: torch.Tensor, group: _Group) -> torch.Tensor:
     """Min-p, then typical. Changes ``weights``."""
     if group.cuts_min_p:
-        weights.mul_(weights >= (group.min_p * _ONE).ceil().long())  # three times as fast as masked_fill_
+        weights.mul_(weights >= (group.min_p * _ONE).ceil().long())  # masked_fill_ has a branch per token
     return _cut_typical(weights, group) if group.cuts_typical else weights
 
 
