@@ -1,0 +1,1 @@
+"""A queue policy and a scheduler for hotswap."""
