@@ -217,7 +217,7 @@ class _Candidates:
 
     def probs(self, vocab_size: int) -> torch.Tensor:
         """[n, V] float32."""
-        probs = (self.weights / self.weights.sum(-1, keepdim=True, dtype=torch.float64)).float()
+        probs = (self.weights / self.weights.sum(-1, keepdim=True).double()).float()
         if self.ids is None:
             return probs
         return probs.new_zeros(len(probs), vocab_size).scatter_(1, self.ids, probs)
@@ -292,10 +292,27 @@ def _candidates(
 def _weights(x: torch.Tensor, top: torch.Tensor, group: _Group) -> torch.Tensor:
     """Logits [n, K], the row's best being ``top`` [n, 1] -> int64 in [0, 2**40] in proportion to probability.
 
-    The best is taken away before the division, so that no temperature can overflow; exp2 is what CPUs vectorise best.
+    The best is taken away before the division, so that no temperature can overflow.
     """
     scale = (1.0 / (group.temperature * log(2.0))).to(x.dtype)
-    return ((x - top).mul_(scale).exp2_().mul_(_ONE)).long()
+    return _exp2_((x - top).mul_(scale)).mul_(_ONE).long()
+
+
+def _exp2_(x: torch.Tensor) -> torch.Tensor:
+    """In place. torch's exp2 on a CPU rounds the last few elements of a tensor, or of a thread's part of it, otherwise
+    than the rest, which would make a row's weights depend on the rows beside it; numpy's does not."""
+    if x.device.type == "cpu":
+        np.exp2(x.numpy(), out=x.numpy())
+        return x
+    return x.exp2_()
+
+
+def _surprisal(probs: torch.Tensor) -> torch.Tensor:
+    """-log of float64 ``probs``, infinite where they are zero. numpy's on a CPU, for the same reason."""
+    if probs.device.type == "cpu":
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return torch.from_numpy(-np.log(probs.numpy()))
+    return -probs.log()
 
 
 def _filtered(x: torch.Tensor, top: torch.Tensor, group: _Group) -> Iterator[tuple[torch.Tensor, _Candidates]]:
@@ -357,8 +374,10 @@ def _cut_typical(weights: torch.Tensor, group: _Group) -> torch.Tensor:
     """The smallest set that holds ``typical_p`` of the mass, of the tokens whose surprisal is nearest to the entropy."""
     mass = weights.sum(-1, keepdim=True)
     probs = weights / mass.double()
-    entropy = torch.special.entr(probs).sum(-1, keepdim=True)
-    distance = torch.where(weights > 0, (-probs.log() - entropy).abs(), inf)
+    surprisal = _surprisal(probs)
+    # In fixed point, for the sake of the exact sum.
+    entropy = (probs * surprisal).nan_to_num_(0.0).mul_(_ONE).long().sum(-1, keepdim=True) / _ONE
+    distance = (surprisal - entropy).abs()
     order = torch.sort(distance, dim=-1, stable=True).indices
     ordered = weights.gather(1, order)
     ordered.masked_fill_((ordered.cumsum(-1) - ordered) >= group.typical_p * mass, 0)

@@ -126,6 +126,17 @@ def test_a_row_gets_the_same_token_alone_and_among_seven_others(make_batch: Any)
     assert shuffled.tolist() == together[order].tolist()
 
 
+@pytest.mark.parametrize("vocab_size", [37, 40, 1001, 50_257])
+def test_a_row_has_the_same_probabilities_bit_by_bit_alone_and_among_others(vocab_size: int, make_batch: Any) -> None:
+    """Vector instructions leave a tail, and threads leave seams; neither may show."""
+    logits = random_logits(9, vocab_size)
+    for fields in ({}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.01}, {"typical_p": 0.8}):
+        params = SamplingParams(temperature=3.0, **fields)
+        together = processed_probs(logits, make_batch([params] * 9))
+        for row in range(9):
+            assert torch.equal(processed_probs(logits[row : row + 1], make_batch([params]))[0], together[row])
+
+
 def test_slices_and_widths_do_not_change_a_token(make_batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [SamplingParams(top_p=0.97, temperature=3.0)] * 5 + [SamplingParams()] * 5 + [SamplingParams(top_k=9)] * 5
     logits, batch = random_logits(15, 4000), make_batch(params)
