@@ -112,7 +112,7 @@ def parse_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key, _ in node.value:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
                 problem = f"the key '{key.value}' is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
@@ -121,6 +121,9 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
+# Depth first, so that a value that contains itself is an error; PyYAML would tie the knot.
+_Loader.add_constructor("tag:yaml.org,2002:map", lambda loader, node: loader.construct_mapping(node, deep=True))
+_Loader.add_constructor("tag:yaml.org,2002:seq", lambda loader, node: loader.construct_sequence(node, deep=True))
 # YAML 1.1, which PyYAML reads, wants a dot in every number with an exponent.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
@@ -146,7 +149,7 @@ def _flag(text: str) -> Assignment:
 def _value(text: str, where: str) -> Any:
     try:
         return parse_yaml(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{where}: the value is no YAML; quote it. {_one_line(error)}") from error
 
 

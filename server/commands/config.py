@@ -4,11 +4,12 @@ import json
 
 import click
 
+from hotswap.core.config import load_config
 from hotswap.core.config.check import check_config
 from hotswap.core.config.describe import rows
 from hotswap.core.config.json_schema import json_schema
 from hotswap.core.registry import Registry
-from hotswap.server.commands.options import read_config, reads_config
+from hotswap.server.commands.options import reads_config
 from hotswap.server.commands.table import table
 
 
@@ -21,9 +22,9 @@ def command() -> None:
 @reads_config
 def check(config: str, sets: tuple[str, ...]) -> None:
     """Say whether CONFIG can work, before any memory is used."""
-    resolved = read_config(config, sets)
+    resolved = load_config(config, sets)
     components = check_config(resolved.config, Registry())
-    for note in components.notes:
+    for note in (*resolved.warnings, *components.notes):
         click.echo(f"note: {note}")
     listed = [(path, part.label, part.origin.distribution if part.origin else "") for path, part in components.walk()]
     click.echo(table(["path", "component", "package"], listed))
@@ -35,7 +36,10 @@ def check(config: str, sets: tuple[str, ...]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One object a value: path, value, source.")
 def show(config: str, sets: tuple[str, ...], as_json: bool) -> None:
     """Print every value of CONFIG and where it came from: default, file, environment or flag."""
-    shown = list(rows(read_config(config, sets), Registry()))
+    resolved = load_config(config, sets)
+    for warning in resolved.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    shown = list(rows(resolved, Registry()))
     if as_json:
         click.echo(json.dumps([row._asdict() for row in shown], indent=2))
     else:
@@ -49,5 +53,5 @@ def schema(config: str | None, everything: bool) -> None:
     """Print the JSON schema of a config, with the options of the components that CONFIG names."""
     if (config is None) == (not everything):
         raise click.UsageError("give CONFIG or --all.")
-    chosen = None if config is None else read_config(config, ()).config
+    chosen = None if config is None else load_config(config).config
     click.echo(json.dumps(json_schema(Registry(), chosen), indent=2))

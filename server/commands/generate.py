@@ -4,16 +4,22 @@ from pathlib import Path
 
 import click
 
-from hotswap.server.commands.options import read_config, reads_config
+from hotswap.core.config import load_config
+from hotswap.server.commands.options import log_to_stderr, reads_config
 
 
 @click.command("generate")
 @reads_config
 @click.option("--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one JSON a line.")
 @click.option("--output", "target", required=True, type=click.Path(path_type=Path), help="Answers, one JSON a line.")
-def command(config: str, sets: tuple[str, ...], source: Path, target: Path) -> None:
-    """Answer every request of a file, without a server."""
-    resolved = read_config(config, sets)
-    from hotswap.server.generate import run
+@click.pass_context
+def command(ctx: click.Context, config: str, sets: tuple[str, ...], source: Path, target: Path) -> None:
+    """Answer every request of a file, without a server. Exit code 1 where some could not be answered."""
+    resolved = load_config(config, sets)
+    log_to_stderr()
+    from hotswap.server.generate import generate_file
 
-    run(resolved, source, target)
+    failed = generate_file(resolved, source, target)
+    if failed:
+        click.echo(f"hotswap: {failed} requests failed; their lines in {target} say why", err=True)
+        ctx.exit(1)

@@ -1,11 +1,10 @@
-"""What subcommands that read a config have in common."""
+"""What the subcommands that read a config have in common."""
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import click
-
-from hotswap.core.config import ResolvedConfig, load_config
 
 Command = Callable[..., Any]
 
@@ -19,9 +18,7 @@ def reads_config(command: Command) -> Command:
     return click.argument("config", metavar="CONFIG")(command)
 
 
-def read_config(config: str, sets: Iterable[str]) -> ResolvedConfig:
-    """The config with environment and flags on top; warnings go to stderr."""
-    resolved = load_config(config, sets)
-    for warning in resolved.warnings:
-        click.echo(f"hotswap: warning: {warning}", err=True)
-    return resolved
+def log_to_stderr() -> None:
+    """Our own notices, and the warnings of everybody."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("hotswap").setLevel(logging.INFO)

@@ -4,7 +4,8 @@ import json
 
 import click
 
-from hotswap.server.commands.options import read_config, reads_config
+from hotswap.core.config import load_config
+from hotswap.server.commands.options import log_to_stderr, reads_config
 
 
 @click.command("serve")
@@ -17,7 +18,8 @@ def command(config: str, sets: tuple[str, ...], host: str | None, port: int | No
         sets = (*sets, f"server.host={json.dumps(host)}")
     if port is not None:
         sets = (*sets, f"server.port={port}")
-    resolved = read_config(config, sets)
+    resolved = load_config(config, sets)
+    log_to_stderr()
     from hotswap.server.run import serve
 
     serve(resolved)

@@ -1,8 +1,14 @@
 """Where config values come from, and which one wins."""
 
+import contextlib
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hotswap.core.config import ResolvedConfig, load_config, sources
+from hotswap.core.config.schema import known_keys
 from hotswap.core.errors import ConfigError
 
 
@@ -156,3 +162,38 @@ def test_the_given_mapping_is_not_changed():
     given = {"model": "m", "scheduler": {"use": "static"}}
     load(given, "scheduler.use=continuous")
     assert given == {"model": "m", "scheduler": {"use": "static"}}
+
+
+@pytest.mark.parametrize("text", ["model: &a {x: *a}", "model: &a [*a]", "{[a]: 1, [a]: 2}", "? {a: 1}\n: 2", "[" * 9999])
+def test_values_that_no_config_can_hold_are_errors_too(file, text):
+    with pytest.raises(ConfigError):
+        load(file(text))
+    with pytest.raises(ConfigError):
+        load({"model": "m"}, f"scheduler={text}")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(sorted({part for path in known_keys().values() for part in path.split(".")} | {"use"}))
+CONFIGS = st.dictionaries(KEYS | st.text(max_size=8), st.dictionaries(KEYS, VALUES, max_size=3) | VALUES, max_size=4)
+
+
+@settings(deadline=None)
+@given(CONFIGS, st.lists(st.tuples(st.lists(KEYS, min_size=1, max_size=3), st.text(max_size=12)), max_size=2))
+def test_any_values_make_a_config_or_one_config_error(values, flags):
+    sets = [f"{'.'.join(path)}={text}" for path, text in flags]
+    with contextlib.suppress(ConfigError):
+        effective = load_config({"model": "m", **values}, sets, {}).effective()
+        json.dumps(effective)
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_file_makes_a_config_or_one_config_error(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    with contextlib.suppress(ConfigError):
+        load_config(path, (), {})

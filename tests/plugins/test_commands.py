@@ -180,13 +180,16 @@ def test_serve_takes_host_and_port_as_flags(run, file, monkeypatch):
     assert resolved.source("server.port") == "flag"
 
 
-def test_generate_passes_its_files_on(run, file, monkeypatch, tmp_path):
+def test_generate_passes_its_files_on_and_tells_failures_by_its_exit_code(run, file, monkeypatch, tmp_path):
     import types
 
     calls = []
     module = types.ModuleType("hotswap.server.generate")
-    module.run = lambda *arguments: calls.append(arguments)
+    module.generate_file = lambda *arguments: calls.append(arguments) or len(calls) - 1
     monkeypatch.setitem(sys.modules, "hotswap.server.generate", module)
-    assert run("generate", file(), "--input", "in.jsonl", "--output", tmp_path / "out").exit_code == 0
+    arguments = ("generate", file(), "--input", "in.jsonl", "--output", tmp_path / "out")
+    assert run(*arguments).exit_code == 0
     assert calls[0][1:] == (Path("in.jsonl"), tmp_path / "out")
+    failed = run(*arguments)
+    assert (failed.exit_code, failed.stderr[:26]) == (1, "hotswap: 1 requests failed")
     assert run("generate", file()).exit_code == 2
