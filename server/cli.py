@@ -12,7 +12,7 @@ COMMANDS = {name: f"hotswap.server.commands.{name}" for name in ("serve", "gener
 
 
 class LazyGroup(click.Group):
-    """Knows its subcommands by name only. A ConfigError, wherever it comes from, is told in one message, exit code 2."""
+    """Knows its subcommands by name only. A ConfigError, wherever it comes from, is one message and exit code 2."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

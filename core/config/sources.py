@@ -6,8 +6,6 @@ Their values are YAML, so numbers, lists and ``null`` can be given. A list is re
 
 import copy
 import os
-import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
+from hotswap.core.config.files import one_line, parse_yaml, read_file
 from hotswap.core.config.schema import SECTIONS, Config, known_keys
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import SECRET_KEY, Problem, explain, join, raise_problems, redact
@@ -88,47 +87,6 @@ def load_config(
     return ResolvedConfig(config, sources, tuple(warnings))
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML, JSON or TOML file. ConfigError says where it cannot be parsed."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the config file '{path}': {reason}.") from error
-    try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"cannot parse the config file '{path}': {_one_line(error)}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"the config file '{path}' should hold keys and values ('model: NAME'), not {values!r:.60}.")
-    return values
-
-
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML document, plain types only. A key given twice is an error; ``1e-5`` is a number."""
-    return yaml.load(text, Loader=_Loader)
-
-
-class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                problem = f"the key '{key.value}' is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-# Depth first, so that a value that contains itself is an error; PyYAML would tie the knot.
-_Loader.add_constructor("tag:yaml.org,2002:map", lambda loader, node: loader.construct_mapping(node, deep=True))
-_Loader.add_constructor("tag:yaml.org,2002:seq", lambda loader, node: loader.construct_sequence(node, deep=True))
-# YAML 1.1, which PyYAML reads, wants a dot in every number with an exponent.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
-
-
 def _environment(environ: Mapping[str, str]) -> list[Assignment]:
     """HOTSWAP_SERVER__PORT=9002 -> server.port. Outer keys come first, so that inner ones change them."""
     found = []
@@ -149,8 +107,8 @@ def _flag(text: str) -> Assignment:
 def _value(text: str, where: str) -> Any:
     try:
         return parse_yaml(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{where}: the value is no YAML; quote it. {_one_line(error)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: the value is no YAML; quote it. {one_line(error)}") from error
 
 
 def _assign(values: dict[str, Any], sources: dict[str, str], assignment: Assignment) -> list[str]:
@@ -239,7 +197,3 @@ def _with_source(problem: Problem, sources: Mapping[str, str]) -> Problem:
     given = {source for key, source in sources.items() if key == path or key.startswith(f"{path}.")}
     foreign = sorted(source for source in given if source.startswith("environment"))
     return Problem(path, f"{problem.message} (Given by {', '.join(foreign)}.)") if foreign else problem
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
