@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from hotswap import __version__
 from hotswap.core.errors import (
     AmbiguousComponentError,
     BrokenComponentError,
@@ -228,7 +229,7 @@ class Registry:
         accepted = [f"{kind}/{version}" for version in (current - 1, current) if version > 0]
         if contract in accepted:
             return ""
-        host = f"hotswap {metadata.version('hotswap')}"
+        host = f"hotswap {__version__}"
         return f"was written for contract {contract}, but {host} accepts {' and '.join(accepted)}"
 
     def _unknown(self, kind: str, name: str, elsewhere: list[Entry]) -> str:

@@ -14,6 +14,7 @@ import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
+import hotswap
 from hotswap.core.registry import INTERFACES
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,10 @@ def test_the_declared_contracts_are_those_of_the_code():
     kinds = {kind for kind, _, _ in COMPONENTS}
     host = {cls.kind: f"v{cls.contract.rpartition('/')[2]}" for cls in INTERFACES}
     assert GROUPS["hotswap.contract"] == {kind: host[kind] for kind in kinds}
+
+
+def test_the_version_is_one():
+    assert PROJECT["version"] == hotswap.__version__
 
 
 def test_each_dependency_says_why_it_is_there():

@@ -115,6 +115,17 @@ def test_config_check_of_a_combination_that_cannot_exist(run, file):
     assert result.stderr.startswith("hotswap: scheduler.policy: queue_policy:forking requires 'fork' of the kvcache")
 
 
+def test_a_name_that_two_packages_offer_ends_with_exit_code_2_until_one_is_chosen(run, file, install):
+    install("rival", {"hotswap.scheduler": {"fake": "parts:FakeScheduler"}})
+    result = run("config", "check", file())
+    assert result.exit_code == 2
+    assert "scheduler 'fake' is offered by parts 1.0 and rival 1.0: choose 'parts:fake' or 'rival:fake'" in result.stderr
+    assert run("config", "check", file(scheduler="rival:fake")).exit_code == 0
+    listed = run("plugins").output
+    assert listed.count("ambiguous") == 2
+    assert "also in rival: choose 'parts:fake'" in listed
+
+
 def test_config_show_names_every_value_with_its_source(run, file):
     path = file(speculator={"use": "fake", "max_draft": 5}, server={"port": 9001, "api_keys": ["sk-secret"]})
     result = run(
