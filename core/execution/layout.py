@@ -61,7 +61,7 @@ def batch_layout(
     starts = np.zeros(len(query_lens) + 1, np.int32)
     np.cumsum(query_lens, out=starts[1:])
     row_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
-    positions = np.arange(starts[-1]) + np.repeat(past - starts[:-1], query_lens)
+    positions = token_positions(query_lens, past)
     groups = {}
     for group, (table, page_size) in tables.items():
         slots = table[row_of_token, positions // page_size].astype(np.int64) * page_size + positions % page_size
@@ -75,6 +75,13 @@ def batch_layout(
         num_tokens=int(starts[num_rows]), query_lens=query_lens.tolist(), kv_lens_max=kv_lens.tolist(),
         uniform_query_len=uniform,
     )
+
+
+def token_positions(query_lens: IntArray, past: IntArray) -> IntArray:
+    """[T] int64: rows of ``query_lens`` [R] tokens, each from ``past`` [R] on."""
+    ends = np.cumsum(query_lens)
+    positions: IntArray = np.arange(ends[-1]) + np.repeat(past - ends + query_lens, query_lens)
+    return positions
 
 
 def _tensor(array: IntArray, device: str) -> torch.Tensor:

@@ -27,6 +27,15 @@ class SpeculatorNeeds:
     cache_specs: tuple[CacheSpec, ...] = ()
 
 
+@dataclass(frozen=True)
+class SpeculatorServices:
+    """What a worker gives a speculator. ``device`` and ``dtype`` are torch's names of the target's."""
+
+    vocab_size: int
+    device: str
+    dtype: str
+
+
 class ProposeRow(NamedTuple):
     """``tokens``: all known tokens of the request, a read-only view. ``slots``: most drafts wanted; 0 where the row
     stops short of its last known token or the scheduler gave none."""
@@ -52,8 +61,8 @@ class Speculator(Component):
     @abstractmethod
     def needs(self) -> SpeculatorNeeds: ...
 
-    def bind(self, services: Any) -> None:
-        """Draft-model loader, attention factory, buffers. Called once before the first step."""
+    def bind(self, services: SpeculatorServices) -> None:
+        """Called once before the first step."""
 
     @abstractmethod
     def propose(self, rows: Sequence[ProposeRow]) -> Drafts:

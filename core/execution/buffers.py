@@ -1,0 +1,150 @@
+"""What the worker remembers of its requests: tokens, true lengths and page tables, in arrays with a slot a request.
+
+A step's inputs are gathered from these arrays, so that the host needs to send neither tokens nor slots.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotswap.core.execution.layout import IntArray
+from hotswap.core.execution.messages import NewRequest
+from hotswap.core.interfaces.kvcache import CachePlan, Grant, GroupGrant, GroupPlan
+
+
+@dataclass(slots=True)
+class Tenant:
+    """The request that holds a slot. ``error``: why it failed; it then stays, untouched, until the host drops it."""
+
+    new: NewRequest
+    slot: int
+    error: str | None = None
+
+
+class PageTable:
+    """One cache group's tables: ``pages`` [slots, P] int32, the dummy page wherever there is none of the request's;
+    ``ends`` [slots]: logical pages up to the last one."""
+
+    def __init__(self, plan: GroupPlan, slots: int, max_tokens: int) -> None:
+        self.page_size, self.dummy_page = plan.page_size, plan.dummy_page
+        self.pages = np.full((slots, -(-max_tokens // plan.page_size)), plan.dummy_page, np.int32)
+        self.ends = np.zeros(slots, np.int64)
+
+    def clear(self, slot: int) -> None:
+        self.pages[slot, : self.ends[slot]] = self.dummy_page
+        self.ends[slot] = 0
+
+    def apply(self, slot: int, change: GroupGrant) -> None:
+        begin = max(change.truncate_to, change.first_live)
+        end = begin + len(change.pages)
+        row = self.pages[slot]
+        row[: change.first_live] = self.dummy_page
+        row[begin:end] = change.pages
+        row[end : self.ends[slot]] = self.dummy_page
+        self.ends[slot] = end
+
+    def grow(self) -> None:
+        self.pages = np.concatenate([self.pages, np.full_like(self.pages, self.dummy_page)])
+        self.ends = np.concatenate([self.ends, np.zeros_like(self.ends)])
+
+
+class RequestTable:
+    """``tokens`` [slots, max_tokens] int32: known tokens, behind which a step writes its drafts. ``known`` and
+    ``computed`` [slots]: the true counts. ``max_tokens`` is the longest request with its drafts."""
+
+    def __init__(self, plan: CachePlan, slots: int, max_tokens: int) -> None:
+        self.tokens = np.zeros((slots, max_tokens), np.int32)
+        self.known = np.zeros(slots, np.int64)
+        self.computed = np.zeros(slots, np.int64)
+        self.tables = {group: PageTable(share, slots, max_tokens) for group, share in plan.groups.items()}
+        self._tenants: dict[str, Tenant] = {}
+        self._free = list(range(slots))
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def get(self, request: str) -> Tenant | None:
+        return self._tenants.get(request)
+
+    def add(self, new: NewRequest) -> None:
+        """A request that is here already begins anew."""
+        self.remove(new.id)
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._tenants[new.id] = Tenant(new, slot)
+        self.tokens[slot, : len(new.tokens)] = new.tokens
+        self.known[slot], self.computed[slot] = len(new.tokens), 0
+
+    def remove(self, request: str) -> bool:
+        """Whether it was here."""
+        tenant = self._tenants.pop(request, None)
+        if tenant is None:
+            return False
+        for table in self.tables.values():
+            table.clear(tenant.slot)
+        self._free.append(tenant.slot)
+        return True
+
+    def resume(self, request: str, computed: int) -> None:
+        """``computed`` tokens will lie in the pages that this step grants. A request that is not here is let be."""
+        tenant = self._tenants.get(request)
+        if tenant is not None:
+            self.computed[tenant.slot] = computed
+            for table in self.tables.values():
+                table.clear(tenant.slot)
+
+    def grant(self, request: str, grant: Grant) -> None:
+        """Change the page tables of a request; one that is not here is let be. Page copies are the caller's."""
+        tenant = self._tenants.get(request)
+        if tenant is not None:
+            for group, change in grant.groups.items():
+                self.tables[group].apply(tenant.slot, change)
+
+    def fail(self, requests: Iterable[str], error: str) -> None:
+        for request in requests:
+            tenant = self._tenants.get(request)
+            if tenant is not None:
+                tenant.error = error
+
+    def lengths(self, request: str) -> dict[str, int]:
+        """The true computed length, per group. All groups of the model advance together."""
+        tenant = self._tenants[request]
+        return dict.fromkeys(self.tables, int(self.computed[tenant.slot]))
+
+    def append(self, slots: IntArray, kept: Sequence[Sequence[int]]) -> None:
+        """Each slot's kept tokens become known."""
+        counts = np.fromiter(map(len, kept), np.int64, len(kept))
+        flat = np.fromiter((token for row in kept for token in row), np.int32, int(counts.sum()))
+        within = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.tokens[np.repeat(slots, counts), np.repeat(self.known[slots], counts) + within] = flat
+        self.known[slots] += counts
+
+    def page_rows(self, slots: IntArray, longest: int) -> Mapping[str, tuple[IntArray, int]]:
+        """Per group, the tables [R, P] that reach ``longest`` tokens, and the page size: copies, since a step in flight
+        must not see what the next one changes."""
+        return {
+            group: (table.pages[slots, : -(-longest // table.page_size)], table.page_size)
+            for group, table in self.tables.items()
+        }
+
+    def check_room(self, slots: IntArray, lengths: IntArray) -> None:
+        """Raise where a row would write beyond its pages, into the dummy page: the host has granted too little."""
+        for group, table in self.tables.items():
+            short = np.flatnonzero(table.ends[slots] * table.page_size < lengths)
+            if len(short):
+                row = short[0]
+                raise AssertionError(
+                    f"row {row} reaches {lengths[row]} tokens, but its {table.ends[slots[row]]} pages of group {group!r} "
+                    f"hold {table.ends[slots[row]] * table.page_size}")
+
+    def _grow(self) -> None:
+        """Twice as many slots. The host may hold more requests than planned for while some await their drop."""
+        size = len(self.known)
+        self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
+        self.known = np.concatenate([self.known, np.zeros_like(self.known)])
+        self.computed = np.concatenate([self.computed, np.zeros_like(self.computed)])
+        for table in self.tables.values():
+            table.grow()
+        self._free.extend(range(size, 2 * size))

@@ -1,0 +1,56 @@
+"""The cache's tensors: one pair a layer, laid out as the attention backend asked, under the tables of its group."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from hotswap.core.execution.layout import BatchLayout
+from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
+from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec, Grant
+
+
+class _Layer(NamedTuple):
+    state: Any
+    cache: tuple[torch.Tensor, torch.Tensor]
+
+
+class PagedCache:
+    """Keys and values of all layers, and the attention backend's state of each group."""
+
+    def __init__(
+        self, backend: AttentionBackend, specs: Sequence[CacheSpec], shapes: dict[str, GroupShape], plan: CachePlan,
+        limits: BatchLimits, max_tokens: int,
+    ) -> None:
+        self._backend = backend
+        self._states: dict[str, Any] = {}
+        self._layers: dict[int, _Layer] = {}
+        self._groups = {spec.group: spec.layers for spec in specs}
+        for spec in specs:
+            share, shape = plan.groups[spec.group], shapes[spec.group]
+            bounded = replace(limits, max_pages_per_row=-(-max_tokens // share.page_size))
+            state = self._states[spec.group] = backend.bind(spec.group, shape, bounded)
+            for layer in spec.layers:
+                self._layers[layer] = _Layer(state, backend.allocate(shape, share.num_pages, bounded))
+
+    def copy_pages(self, grant: Grant) -> None:
+        """Carry out the grant's copies; within one grant every source is read before any target is written."""
+        for group, change in grant.groups.items():
+            if not change.copies:
+                continue
+            sources, targets = map(list, zip(*change.copies, strict=True))
+            for layer in self._groups[group]:
+                for tensor in self._layers[layer].cache:
+                    tensor[targets] = tensor[sources]
+
+    def plan(self, layout: BatchLayout) -> None:
+        for state in self._states.values():
+            self._backend.plan(state, layout)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, H, D], k and v [T, K, D] -> [T, H, D]; see ``Attend``."""
+        state, cache = self._layers[layer]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._backend.run(state, q, k, v, cache, out)
+        return out

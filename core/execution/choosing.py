@@ -1,0 +1,144 @@
+"""From a step's logits to the tokens that each row keeps: processors, sampling or verification, logprobs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hotswap.core.errors import ComponentError
+from hotswap.core.execution.logprobs import token_logprobs
+from hotswap.core.execution.messages import NewRequest
+from hotswap.core.execution.sampling import SamplingTable, sample
+from hotswap.core.execution.verification import Verified, verify
+from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
+from hotswap.core.request import TokenLogprob
+
+
+@contextmanager
+def blaming(component: Component, where: str) -> Iterator[None]:
+    """An exception from inside becomes a ComponentError that names ``component`` and its method ``where``."""
+    try:
+        yield
+    except Exception as error:
+        raise ComponentError(component.kind, component.label, where, error) from error
+
+
+class ChoiceRow(NamedTuple):
+    """A row that samples. ``position``: the index in its sequence of the first token that it chooses. It has one row of
+    logits for each of its ``drafts``, in order, and one more."""
+
+    new: NewRequest
+    position: int
+    drafts: Sequence[int] = ()
+
+
+@dataclass
+class Choices:
+    """By row: tokens kept, how many of them were drafts, what is wrong, and logprobs where they were asked."""
+
+    kept: list[list[int]]
+    accepted: list[int]
+    errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+
+
+class TokenChooser:
+    """Holds the sampling state of the worker's requests. ``processors`` apply in their order."""
+
+    def __init__(self, processors: Sequence[LogitsProcessor], vocab_size: int, device: str) -> None:
+        self._table = SamplingTable(device)
+        self._processors = processors
+        self._wanted: dict[str, tuple[LogitsProcessor, ...]] = {}
+        for processor in processors:
+            with blaming(processor, "configure"):
+                processor.configure(vocab_size)
+
+    def begin(self, new: NewRequest) -> None:
+        self.end(new.id)
+        self._table.add(new.id, new.sampling, new.seed)
+        wanted = []
+        for processor in self._processors:
+            with blaming(processor, "begin"):
+                if processor.wants(new):
+                    processor.begin(new)
+                    wanted.append(processor)
+        if wanted:
+            self._wanted[new.id] = tuple(wanted)
+
+    def end(self, request: str) -> None:
+        self._table.remove(request)
+        for processor in self._wanted.pop(request, ()):
+            with blaming(processor, "end"):
+                processor.end(request)
+
+    def choose(
+        self, logits: torch.Tensor, rows: Sequence[ChoiceRow], probs: Sequence[torch.Tensor | None] | None = None,
+    ) -> Choices:
+        """``logits`` [N, V] float32 may be changed. ``probs``: see :func:`verify`."""
+        starts = np.cumsum([0, *(len(row.drafts) + 1 for row in rows)]).tolist()
+        raw = self._raw_rows(logits, rows, starts)
+        self._process(logits, rows, starts)
+        choices = self._pick(logits, rows, probs)
+        self._score(raw, rows, choices)
+        for row, (chosen, kept) in enumerate(zip(rows, choices.kept, strict=True)):
+            for processor in self._wanted.get(chosen.new.id, ()) if row not in choices.errors else ():
+                with blaming(processor, "accept"):
+                    processor.accept(chosen.new.id, kept)
+        return choices
+
+    def _pick(
+        self, logits: torch.Tensor, rows: Sequence[ChoiceRow], probs: Sequence[torch.Tensor | None] | None,
+    ) -> Choices:
+        if len(logits) == len(rows):
+            batch = self._table.batch([row.new.id for row in rows], [row.position for row in rows])
+            tokens, errors = sample(logits, batch).to_host()
+            return Choices([[token] for token in tokens], [0] * len(rows), errors)
+        verified = self._verify(logits, rows, probs)
+        return Choices(verified.kept, verified.accepted, verified.errors)
+
+    def _verify(
+        self, logits: torch.Tensor, rows: Sequence[ChoiceRow], probs: Sequence[torch.Tensor | None] | None,
+    ) -> Verified:
+        names: list[str] = []
+        positions: list[int] = []
+        for new, position, drafts in rows:
+            names += [new.id] * (len(drafts) + 1)
+            positions += range(position, position + len(drafts) + 1)
+        return verify(logits, self._table.batch(names, positions), [row.drafts for row in rows], probs)
+
+    def _process(self, logits: torch.Tensor, rows: Sequence[ChoiceRow], starts: Sequence[int]) -> None:
+        if not self._wanted:
+            return
+        work: dict[LogitsProcessor, list[LogitsRow]] = {processor: [] for processor in self._processors}
+        for (new, _, drafts), start in zip(rows, starts, strict=False):
+            for processor in self._wanted.get(new.id, ()):
+                work[processor] += (
+                    LogitsRow(start + i, new.id, tuple(drafts[:i])) for i in range(len(drafts) + 1))
+        for processor, its_rows in work.items():
+            if its_rows:
+                with blaming(processor, "apply"):
+                    processor.apply(logits, its_rows)
+
+    def _raw_rows(
+        self, logits: torch.Tensor, rows: Sequence[ChoiceRow], starts: Sequence[int],
+    ) -> dict[int, torch.Tensor]:
+        """The logits of rows that ask for logprobs, as they are before any processor."""
+        return {
+            row: logits[starts[row] : starts[row + 1]].clone() if chosen.new.id in self._wanted
+            else logits[starts[row] : starts[row + 1]]
+            for row, chosen in enumerate(rows) if chosen.new.sampling.logprobs is not None
+        }
+
+    def _score(self, raw: dict[int, torch.Tensor], rows: Sequence[ChoiceRow], choices: Choices) -> None:
+        scored = [row for row in raw if row not in choices.errors]
+        if not scored:
+            return
+        tokens = [token for row in scored for token in choices.kept[row]]
+        top = [rows[row].new.sampling.logprobs or 0 for row in scored for _ in choices.kept[row]]
+        found = iter(token_logprobs(torch.cat([raw[row][: len(choices.kept[row])] for row in scored]), tokens, top))
+        for row in scored:
+            choices.logprobs[row] = [next(found) for _ in choices.kept[row]]

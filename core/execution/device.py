@@ -1,0 +1,80 @@
+"""Which device, which dtype, how much memory: what "auto" chooses, and why."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotswap.core.errors import ConfigError
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def choose_device(wanted: str, notes: list[str]) -> str:
+    """``wanted`` or, for "auto", CUDA where there is a device. ConfigError where ``wanted`` is not there."""
+    if wanted == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        notes.append(f"device: {device} (auto: {'a' if device == 'cuda' else 'no'} CUDA device was found)")
+        return device
+    try:
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{wanted!r} cannot be used: {reason}; choose cpu, or auto", "device") from error
+    return wanted
+
+
+def choose_dtype(wanted: str, checkpoint_config: dict[str, Any], device: str, notes: list[str]) -> str:
+    """``wanted`` or, for "auto", the checkpoint's own dtype if the device computes well in it."""
+    if wanted != "auto":
+        return wanted
+    stored = checkpoint_config.get("dtype") or checkpoint_config.get("torch_dtype")
+    stated = str(stored).removeprefix("torch.") if stored else "quantised or of no stated dtype"
+    if stated == "float32":
+        dtype, why = "float32", "as the checkpoint"
+    elif stated == "float16" and device != "cpu":
+        dtype, why = "float16", "as the checkpoint"
+    elif stated == "float16":
+        dtype, why = "float32", "the checkpoint is float16, which CPUs compute slowly and bfloat16 cannot hold"
+    elif _has_bfloat16(device):
+        dtype, why = "bfloat16", f"the checkpoint is {stated}, and the device has bfloat16 instructions"
+    else:
+        dtype, why = "float32", f"the checkpoint is {stated}, but the device has no bfloat16 instructions"
+    notes.append(f"dtype: {dtype} (auto: {why})")
+    return dtype
+
+
+def free_bytes(device: str) -> int:
+    """Memory that can still be taken, in bytes."""
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        return free
+    return min(_free_host_bytes(), _free_cgroup_bytes())
+
+
+def _has_bfloat16(device: str) -> bool:
+    kind = torch.device(device).type
+    if kind == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+    return kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _free_host_bytes() -> int:
+    if _MEMINFO.exists():
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    # Where the system does not say what is available, half of what is installed is a careful guess.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _free_cgroup_bytes() -> int:
+    """What a container's limit leaves; caches that the kernel would give back count as taken."""
+    try:
+        limit, used = (_CGROUP / "memory.max").read_text().strip(), (_CGROUP / "memory.current").read_text()
+    except OSError:
+        return 1 << 62
+    return 1 << 62 if limit == "max" else max(0, int(limit) - int(used))

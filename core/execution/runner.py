@@ -1,0 +1,241 @@
+"""Carries out step messages on one device: requests in, rows through the model, tokens out.
+
+The host plans with upper bounds; the true counts are here. A row computes its tokens from the true computed length on,
+and tokens that the host does not know yet come from this side's own buffer, so that a request may be in two steps in
+flight. Every array and tensor of a step is made for it and never written again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+
+import numpy as np
+import torch
+
+from hotswap.core.execution.buffers import RequestTable, Tenant
+from hotswap.core.execution.cache import PagedCache
+from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser, blaming
+from hotswap.core.execution.layout import BatchLayout, IntArray, batch_layout, token_positions
+from hotswap.core.execution.logprobs import prompt_logprobs
+from hotswap.core.execution.messages import RowVerdict, StepMessage, Suspended, Verdict
+from hotswap.core.interfaces.model import Model
+from hotswap.core.interfaces.scheduler import Row
+from hotswap.core.interfaces.speculator import ProposeRow, Speculator
+from hotswap.core.request import TokenLogprob
+
+
+@dataclass
+class _Batch:
+    """The rows of a step that can run, and their columns [R]: ``counts`` known tokens each, from ``computed`` on. A row
+    ``samples`` when it reaches the last known token. ``slots``: the requests' places in the table."""
+
+    rows: list[Row]
+    tenants: list[Tenant]
+    slots: IntArray
+    counts: IntArray
+    computed: IntArray
+    known: IntArray
+    samples: IntArray
+    drafts: list[list[int]]
+    draft_probs: list[torch.Tensor | None] | None = None
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each row, drafts included."""
+        lengths: IntArray = self.counts + np.fromiter(map(len, self.drafts), np.int64, len(self.drafts))
+        return lengths
+
+
+class ModelRunner:
+    """One rank's steps. ``clock`` gives seconds, for the durations in verdicts."""
+
+    def __init__(
+        self, model: Model, vocab_size: int, cache: PagedCache, table: RequestTable, speculator: Speculator,
+        chooser: TokenChooser, device: str, clock: Callable[[], float],
+    ) -> None:
+        self._model, self._vocab_size, self._device = model, vocab_size, device
+        self._cache, self._table = cache, table
+        self._speculator, self._lookahead = speculator, speculator.needs().lookahead
+        self._chooser = chooser
+        self._clock = clock
+
+    def execute(self, message: StepMessage) -> Verdict:
+        """Never raises: what goes wrong outside a single row is the step's error, and its requests have failed."""
+        verdict = Verdict(message.step_id)
+        try:
+            begun = self._clock()
+            self._suspend(message, verdict)
+            self._change_tables(message)
+            verdict.durations["prepare"] = self._clock() - begun
+            if message.rows:
+                self._run_rows(message.rows, verdict)
+        except Exception as error:
+            verdict.rows.clear()
+            verdict.error = f"{type(error).__name__}: {error}"
+            # A row of theirs may be in flight already; it must not run on what this step left behind.
+            self._table.fail((row.request for row in message.rows), verdict.error)
+        return verdict
+
+    def _suspend(self, message: StepMessage, verdict: Verdict) -> None:
+        """Pages are not saved elsewhere, so that a suspended request is forgotten and comes again as new."""
+        for request, _ in message.suspensions:
+            if self._table.get(request) is not None:
+                verdict.suspended.append(Suspended(request, self._table.lengths(request)))
+        self._forget([request for request, _ in message.suspensions])
+
+    def _forget(self, requests: Sequence[str]) -> None:
+        gone = [request for request in requests if self._table.remove(request)]
+        for request in gone:
+            self._chooser.end(request)
+        if gone and self._lookahead:
+            with blaming(self._speculator, "forget"):
+                self._speculator.forget(gone)
+
+    def _change_tables(self, message: StepMessage) -> None:
+        self._forget(message.drops)
+        for new in message.new:
+            self._table.add(new)
+            self._chooser.begin(new)
+        for request, computed in message.resumes:
+            self._table.resume(request, computed)
+        for request, grant in message.grants:
+            self._table.grant(request, grant)
+            self._cache.copy_pages(grant)
+
+    def _run_rows(self, rows: Sequence[Row], verdict: Verdict) -> None:
+        times = [self._clock()]
+        batch, verdicts = self._gather(rows)
+        if batch.rows:
+            self._propose(batch)
+            times.append(self._clock())
+            layout, inputs = self._lay_out(batch)
+            times.append(self._clock())
+            hidden = self._model.forward(inputs, layout.positions, self._cache.attend)
+            times.append(self._clock())
+            verdicts.update(self._finish(batch, hidden))
+            times.append(self._clock())
+            propose, prepare, forward, finish = (end - begin for begin, end in pairwise(times))
+            verdict.durations["prepare"] += prepare
+            verdict.durations |= {"propose": propose, "forward": forward, "sample": finish}
+        verdict.rows = [verdicts[row.request] for row in rows]
+
+    def _gather(self, rows: Sequence[Row]) -> tuple[_Batch, dict[str, RowVerdict]]:
+        """The rows that can run, and the verdicts of those that cannot: of requests that failed, or are not here."""
+        able, tenants, refused = [], [], {}
+        for row in rows:
+            tenant = self._table.get(row.request)
+            if tenant is None:
+                refused[row.request] = RowVerdict(row.request, [], {}, error="the worker does not know the request")
+            elif tenant.error is not None:
+                refused[row.request] = RowVerdict(
+                    row.request, [], self._table.lengths(row.request), error=tenant.error)
+            else:
+                able.append(row)
+                tenants.append(tenant)
+        slots = np.array([tenant.slot for tenant in tenants], np.int64)
+        counts = np.array([row.n_tokens for row in able], np.int64)
+        computed, known = self._table.computed[slots], self._table.known[slots]
+        beyond = np.flatnonzero(computed + counts > known)
+        assert not len(beyond), (
+            f"{able[beyond[0]]} starts at {computed[beyond[0]]}, but only {known[beyond[0]]} tokens are known")
+        samples = computed + counts == known
+        return _Batch(able, tenants, slots, counts, computed, known, samples, [[] for _ in able]), refused
+
+    def _propose(self, batch: _Batch) -> None:
+        """Ask for drafts and write them behind the known tokens. Of what is no token, or too much, nothing is kept."""
+        if not self._lookahead:
+            return
+        tokens, asked = self._table.tokens, []
+        columns = zip(batch.rows, batch.slots, batch.known, batch.samples, strict=True)
+        for row, slot, known, samples in columns:
+            view = tokens[slot, :known]
+            view.flags.writeable = False
+            asked.append(ProposeRow(row.request, view, row.draft_slots if samples else 0))
+        with blaming(self._speculator, "propose"):
+            drafts = self._speculator.propose(asked)
+            proposals = list(zip(asked, drafts.tokens, strict=True))
+        for i, (question, proposed) in enumerate(proposals):
+            batch.drafts[i] = valid = self._valid_drafts(proposed[: question.slots])
+            end = batch.known[i] + len(valid)
+            tokens[batch.slots[i], batch.known[i] : end] = valid
+        if drafts.probs is not None:
+            batch.draft_probs = [
+                None if q is None else q[: len(kept)] for q, kept in zip(drafts.probs, batch.drafts, strict=True)]
+
+    def _valid_drafts(self, proposed: Sequence[int]) -> list[int]:
+        """Those before the first that is outside the vocabulary."""
+        return list(takewhile(lambda token: 0 <= token < self._vocab_size, map(int, proposed)))
+
+    def _lay_out(self, batch: _Batch) -> tuple[BatchLayout, torch.Tensor]:
+        """The layout, planned for by the attention backend, and the token ids [T] int64."""
+        lengths = batch.lengths
+        ends = batch.computed + lengths
+        self._table.check_room(batch.slots, ends)
+        tables = self._table.page_rows(batch.slots, int(ends.max()))
+        layout = batch_layout(lengths, batch.computed, tables, self._device)
+        self._cache.plan(layout)
+        tokens = self._table.tokens[np.repeat(batch.slots, lengths), token_positions(lengths, batch.computed)]
+        return layout, torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+
+    def _finish(self, batch: _Batch, hidden: torch.Tensor) -> dict[str, RowVerdict]:
+        """Choose tokens for the rows that sample, bring the true counts up to date, and report. hidden [T, H]."""
+        lengths = batch.lengths
+        starts = np.cumsum(lengths) - lengths
+        prompts = self._score_prompts(batch, starts, hidden)
+        sampling = np.flatnonzero(batch.samples)
+        choices = self._choose(batch, sampling, starts, hidden)
+        computed = batch.computed + batch.counts
+        computed[sampling] += np.array(choices.accepted, np.int64)
+        self._table.append(batch.slots[sampling], choices.kept)
+        self._table.computed[batch.slots] = computed
+        verdicts = [
+            RowVerdict(row.request, [], dict.fromkeys(self._table.tables, length))
+            for row, length in zip(batch.rows, computed.tolist(), strict=True)
+        ]
+        for i, scored in prompts.items():
+            verdicts[i].prompt_logprobs, verdicts[i].prompt_logprobs_from = scored, int(batch.computed[i]) + 1
+        self._report(batch, sampling, choices, verdicts)
+        return {verdict.request: verdict for verdict in verdicts}
+
+    def _choose(self, batch: _Batch, sampling: IntArray, starts: IntArray, hidden: torch.Tensor) -> Choices:
+        """The head sees the last known token of each row that samples, and its drafts: no other."""
+        if not len(sampling):
+            return Choices([], [])
+        firsts, rows = (starts + batch.counts - 1)[sampling], []
+        for i, position in zip(sampling.tolist(), batch.known[sampling].tolist(), strict=True):
+            rows.append(ChoiceRow(batch.tenants[i].new, position, batch.drafts[i]))
+        index = token_positions(np.array([len(row.drafts) + 1 for row in rows]), firsts)
+        if len(index) < len(hidden):
+            hidden = hidden[torch.from_numpy(index).to(self._device)]
+        probs = batch.draft_probs and [batch.draft_probs[i] for i in sampling]
+        return self._chooser.choose(self._model.head(hidden), rows, probs)
+
+    def _score_prompts(self, batch: _Batch, starts: IntArray, hidden: torch.Tensor) -> dict[int, list[TokenLogprob]]:
+        """By row: logprobs of the prompt tokens that this step's tokens predict."""
+        scored = {}
+        for i, tenant in enumerate(batch.tenants):
+            top, first = tenant.new.sampling.prompt_logprobs, int(batch.computed[i]) + 1
+            count = min(int(batch.counts[i]), tenant.new.prompt_length - first)
+            if top is not None and count > 0:
+                tokens = self._table.tokens[tenant.slot, first : first + count].tolist()
+                rows = hidden[starts[i] : starts[i] + count]
+                scored[i] = prompt_logprobs(rows, tokens, top, self._model.head)
+        return scored
+
+    def _report(
+        self, batch: _Batch, sampling: IntArray, choices: Choices, verdicts: Sequence[RowVerdict],
+    ) -> None:
+        """Fill in what was chosen, and tell the speculator how its drafts fared."""
+        fared = []
+        for i, (row, kept, accepted) in enumerate(zip(sampling.tolist(), choices.kept, choices.accepted, strict=True)):
+            verdict, drafted = verdicts[row], len(batch.drafts[row])
+            verdict.drafted, verdict.accepted = drafted, accepted
+            if i in choices.errors:
+                verdict.error = batch.tenants[row].error = choices.errors[i]
+                continue
+            verdict.kept, verdict.logprobs = kept, choices.logprobs.get(i)
+            if drafted:
+                fared.append((verdict.request, drafted, accepted))
+        if fared:
+            with blaming(self._speculator, "observe"):
+                self._speculator.observe(fared)
