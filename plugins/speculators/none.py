@@ -1,0 +1,16 @@
+"""No speculation."""
+
+from collections.abc import Sequence
+
+from hotswap.core.interfaces.speculator import Drafts, ProposeRow, Speculator, SpeculatorNeeds
+
+
+class NoSpeculator(Speculator):
+    """Proposes nothing: each row that samples yields one token a step. Choose it for large batches, which keep the
+    device busy without guesses."""
+
+    def needs(self) -> SpeculatorNeeds:
+        return SpeculatorNeeds()
+
+    def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
+        return Drafts([[] for _ in rows])
