@@ -1,0 +1,188 @@
+"""Drafts in the runner: they change the speed and nothing else, whatever is proposed."""
+
+import pytest
+import torch
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.kvcache import CacheSpec
+from hotswap.core.interfaces.speculator import Drafts, SpeculatorNeeds
+from hotswap.core.request import SamplingParams
+from hotswap.plugins.logits_processors.penalties import Penalties
+from hotswap.plugins.speculators.ngram import NgramSpeculator
+
+COUNT = 14
+
+
+@pytest.fixture
+def answers(reference, prompts):
+    return {name: reference.greedy(prompt, COUNT + 8) for name, prompt in prompts.items()}
+
+
+@pytest.fixture
+def plans(prompts, answers):
+    """What a speculator may say, from right to absurd."""
+
+    def right(request, tokens, slots):
+        done = len(tokens) - len(prompts[request])
+        return answers[request][done : done + slots]
+
+    def wrong(request, tokens, slots):
+        return [(token + 1) % 60 for token in right(request, tokens, slots)]
+
+    def half(request, tokens, slots):
+        return right(request, tokens, slots)[:1] + wrong(request, tokens, slots)[1:]
+
+    return {
+        "right": right, "wrong": wrong, "half": half,
+        "ragged": lambda *asked: right(*asked)[: len(asked[1]) % 4],
+        "too many": lambda request, tokens, slots: right(request, tokens, slots + 5),
+        "no token": lambda *asked: [*right(*asked)[:1], 10_000, -3],
+    }
+
+
+@pytest.mark.parametrize("plan", ["right", "wrong", "half", "ragged", "too many", "no token"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_greedy_tokens_are_those_without_drafts(make_host, script, plans, prompts, answers, plan, page_size):
+    host = make_host(page_size, speculator=script(plans[plan]))
+    names = ("a", "d", "e")
+    for name in names:
+        host.new(name, prompts[name])
+        host.row(name, len(prompts[name]), drafts=3)
+    host.step()
+    while min(len(host.tokens[name]) - len(prompts[name]) for name in names) < COUNT:
+        for name in names:
+            host.row(name, 1, drafts=3)
+        host.step()
+    for name in names:
+        assert host.tokens[name][len(prompts[name]) :][:COUNT] == answers[name][:COUNT]
+
+
+def test_true_lengths_count_accepted_drafts_only(make_host, script, plans, prompts, answers):
+    speculator = script(plans["half"])
+    host = make_host(speculator=speculator)
+    host.new("d", prompts["d"])
+    host.row("d", 9, drafts=3)
+    row = host.step()["d"]
+    assert (row.kept, row.drafted, row.accepted) == (answers["d"][:2], 3, 1)
+    assert row.computed == {"full": 10, "window": 10}
+    assert speculator.observed == [("d", 3, 1)]
+
+
+def test_chained_steps_follow_the_true_length(make_host, script, plans, prompts, answers):
+    host = make_host(speculator=script(plans["half"]))
+    host.new("d", prompts["d"])
+    host.row("d", 9, drafts=3)
+    messages = [host.take()]
+    for _ in range(3):
+        host.row("d", 1, drafts=3)
+        messages.append(host.take())
+    for verdict in [host.worker.execute(message) for message in messages]:
+        host.absorb(verdict)
+    assert host.tokens["d"][9:] == answers["d"][:8]
+
+
+def test_a_row_that_stops_short_gets_no_drafts(make_host, script, prompts):
+    slots_seen = []
+    host = make_host(speculator=script(lambda request, tokens, slots: slots_seen.append(slots) or []))
+    host.new("e", prompts["e"])
+    host.row("e", 10, drafts=3)
+    host.step()
+    assert slots_seen == [0]
+
+
+def test_tokens_after_an_end_of_text_inside_a_block_are_left_to_the_host(make_host, script, plans, prompts, answers):
+    """The worker reports all verified tokens; cutting at a stop is the engine's, once, for all paths."""
+    host = make_host(speculator=script(plans["right"]))
+    host.new("d", prompts["d"], eos_token_ids=frozenset({answers["d"][1]}))
+    host.row("d", 9, drafts=3)
+    assert host.step()["d"].kept == answers["d"][:4]
+
+
+def test_logprobs_of_accepted_drafts_are_those_of_their_positions(make_host, script, plans, prompts, answers, reference):
+    host = make_host(speculator=script(plans["half"]))
+    host.new("d", prompts["d"], SamplingParams(temperature=0, logprobs=1))
+    host.row("d", 9, drafts=3)
+    row = host.step()["d"]
+    for i, entry in enumerate(row.logprobs):
+        expected = reference.logits(prompts["d"] + answers["d"][:i])[-1].log_softmax(-1)
+        assert entry.token_id == answers["d"][i]
+        assert entry.logprob == pytest.approx(expected.max().item(), abs=1e-4)
+    assert len(row.logprobs) == 2
+
+
+def test_seeded_samples_are_those_without_drafts(make_host, script, plans, prompts):
+    hot = SamplingParams(temperature=1.2, top_k=20)
+    plain, drafting = make_host(), make_host(speculator=script(plans["half"]))
+    for host in (plain, drafting):
+        host.new("d", prompts["d"], hot, seed=11)
+    assert plain.generate("d", COUNT) == drafting.generate("d", COUNT, drafts=3)
+
+
+def test_penalties_count_kept_tokens_only(make_host, script, plans, prompts):
+    frequent = SamplingParams(temperature=0, frequency_penalty=1.5)
+    plain = make_host(processors=[Penalties()])
+    drafting = make_host(processors=[Penalties()], speculator=script(plans["half"]))
+    for host in (plain, drafting):
+        host.new("d", prompts["d"], frequent)
+    assert plain.generate("d", 40) == drafting.generate("d", 40, drafts=3)
+
+
+def test_prompt_lookup_says_the_same_in_fewer_steps(make_host, reference, prompts):
+    loop = prompts["e"][:6] * 4
+    host = make_host(speculator=NgramSpeculator(NgramSpeculator.Options(min_n=1)))
+    host.new("a", loop)
+    assert host.generate("a", 30, drafts=4) == reference.greedy(loop, 30)
+
+
+def test_the_speculator_forgets_what_is_dropped_or_suspended(make_host, script, prompts):
+    speculator = script(lambda *asked: [])
+    host = make_host(speculator=speculator)
+    for name in ("a", "d"):
+        host.new(name, prompts[name])
+        host.prefill(name)
+    host.drop("a")
+    host.suspend("d")
+    host.step()
+    assert sorted(speculator.forgotten) == ["a", "d"]
+
+
+class Sampling(NgramSpeculator):
+    """Proposes token 7 and says that it was drawn from a distribution over 7 and 8."""
+
+    def propose(self, rows):
+        probs = torch.zeros(4, 61)
+        probs[:, 7] = probs[:, 8] = 0.5
+        return Drafts([[7] * row.slots for row in rows], [probs[: row.slots] for row in rows])
+
+
+def test_drafts_with_probabilities_reach_the_verifier(make_host, prompts):
+    host = make_host(speculator=Sampling())
+    names = list(prompts)[:3]
+    for name in names:
+        host.new(name, prompts[name], SamplingParams(temperature=2.0), seed=3)
+        host.row(name, len(prompts[name]), drafts=len(name))
+    rows = host.step()
+    assert all(len(rows[name].kept) == rows[name].accepted + 1 for name in names)
+
+
+class Failing(NgramSpeculator):
+    def propose(self, rows):
+        raise ValueError("planted")
+
+
+def test_a_speculator_that_raises_is_named(make_host, prompts):
+    host = make_host(speculator=Failing())
+    host.new("a", prompts["a"])
+    host.row("a", 3)
+    assert host.worker.execute(host.take()).error == (
+        "ComponentError: speculator 'speculator:Failing' raised in propose: ValueError: planted")
+
+
+class Needy(NgramSpeculator):
+    def needs(self):
+        return SpeculatorNeeds(lookahead=2, cache_specs=(CacheSpec("draft", (0,), 1, 8, 64),))
+
+
+def test_a_speculator_with_needs_that_are_not_met_is_refused(make_host):
+    with pytest.raises(ConfigError, match="cache groups or hidden states"):
+        make_host(speculator=Needy())
