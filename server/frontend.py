@@ -1,0 +1,144 @@
+"""From what a client asks to what the engine runs: prompts to tokens, choices to requests."""
+
+import hashlib
+import itertools
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from hotswap.core.errors import RequestError
+from hotswap.core.request import Request, SamplingParams
+from hotswap.core.validation import validate_request
+from hotswap.server.served import Served
+from hotswap.server.templates.chat import ChatTemplate, ControlTokens
+from hotswap.server.text.detokenizer import StreamDetokenizer
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 8192
+"""Of all stop strings together: each costs memory for as long as the request lives."""
+MAX_SEQUENCES = 1024
+"""Prompts times ``n`` of one call."""
+
+
+class Prompt(NamedTuple):
+    """``text`` is None where the client sent token ids."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class Origin(NamedTuple):
+    """Who asks. ``salt`` separates cached prefixes: requests of different salts share none."""
+
+    tenant: str = ""
+    salt: str = ""
+    priority: int = 0
+    attrs: Mapping[str, Any] = {}
+
+
+class Frontend:
+    """Stateless but for a counter, so it may be called from any thread."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self._control = ControlTokens(served.tokenizer)
+        self._template = ChatTemplate(served.chat_template, served.tokenizer) if served.chat_template else None
+        self._unseeded = itertools.count()
+
+    def sampling(self, given: Mapping[str, Any]) -> SamplingParams:
+        """The model's defaults under what was ``given``; None means the default. RequestError names the field."""
+        values = {**self.served.sampling_defaults, **{key: value for key, value in given.items() if value is not None}}
+        try:
+            return SamplingParams.model_validate(values)
+        except ValidationError as error:
+            raise first_problem(error) from error
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A raw prompt: control tokens in it count, and BOS stands before it where the model is used to it."""
+        ids = self.served.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._control.with_one_bos(ids) if add_special_tokens else ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, variables: Mapping[str, Any] | None = None, template: str | None = None,
+    ) -> list[int]:
+        """``template``: instead of the model's."""
+        chosen = ChatTemplate(template, self.served.tokenizer) if template is not None else self._template
+        if chosen is None:
+            raise RequestError(
+                f"the model {self.served.name!r} has no chat template; set server.chat_template to a Jinja file, or use "
+                "/v1/completions", "messages",
+            )
+        return chosen.encode(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            variables=variables,
+        )
+
+    def requests(
+        self, call_id: str, prompts: Sequence[Prompt], sampling: SamplingParams, origin: Origin = Origin(),  # noqa: B008
+    ) -> list[Request]:
+        """One request a choice: ``n`` for the first prompt, then ``n`` for the second, and so on.
+
+        RequestError where one of them cannot be served.
+        """
+        count = len(prompts) * sampling.n
+        if count > MAX_SEQUENCES:
+            raise RequestError(
+                f"{len(prompts)} prompts with n {sampling.n} make {count} sequences, the limit is {MAX_SEQUENCES}", "n")
+        _check_stops(sampling.stop)
+        bad_words = self._bad_words(sampling.bad_words or [])
+        seed = sampling.seed if sampling.seed is not None else f"{self.served.seed}/{next(self._unseeded)}"
+        requests = []
+        for position, prompt in enumerate(prompts):
+            resolved = validate_request(
+                prompt.token_ids, sampling, vocab_size=self.served.vocab_size,
+                max_model_len=self.served.max_model_len, bad_words_token_ids=bad_words,
+                request_options=self.served.request_options,
+            )
+            for choice in range(sampling.n):
+                requests.append(Request(
+                    id=f"{call_id}-{position * sampling.n + choice}", prompt_token_ids=prompt.token_ids,
+                    sampling=resolved, seed=derived_seed(seed, choice), eos_token_ids=self.served.eos_token_ids,
+                    bad_words_token_ids=bad_words, priority=origin.priority, tenant=origin.tenant, attrs=origin.attrs,
+                    cache_key=replace(self.served.cache_key, salt=origin.salt), detokenizer=self._detokenizer(resolved),
+                ))
+        return requests
+
+    def _detokenizer(self, sampling: SamplingParams) -> StreamDetokenizer:
+        return StreamDetokenizer(
+            self.served.tokenizer, sampling.stop, include_stop=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """A word is other tokens at the beginning of a text than behind a space; both are banned."""
+        encode = self.served.tokenizer.encode_without_special_parsing
+        spelled = [tuple(encode(prefix + word)) for word in words for prefix in ("", " ")]
+        return tuple(dict.fromkeys(spelled))
+
+
+def derived_seed(seed: int | str, choice: int) -> int:
+    """The key of one choice's random numbers: the same for the same seed, whatever else runs; 63 bits."""
+    digest = hashlib.blake2b(f"{seed}#{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def first_problem(error: ValidationError) -> RequestError:
+    """What is wrong with a request, in one sentence that names the field."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    return RequestError(f"{field}: {message}, got {reprlib.repr(problem['input'])}" if field else message, field or None)
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+        raise RequestError(
+            f"stop holds {len(stops)} strings of {sum(map(len, stops))} characters, the limits are {MAX_STOP_STRINGS} "
+            f"and {MAX_STOP_CHARACTERS}", "stop",
+        )
+    if not all(stops):
+        raise RequestError("stop holds an empty string, which would end every text at once; remove it", "stop")

@@ -1,0 +1,122 @@
+"""What all routes share: the front of the engine, the settings, and the first steps of every request."""
+
+import asyncio
+import hashlib
+import uuid
+from typing import TypeVar
+
+from fastapi import Request
+
+from hotswap.core.config.schema import ServerSection
+from hotswap.server.bridge import Bridge, Call
+from hotswap.server.frontend import Frontend, Origin, Prompt
+from hotswap.server.http.body import UnknownFields, read_object, validate
+from hotswap.server.http.errors import ApiError
+from hotswap.server.http.middleware import Keys
+from hotswap.server.protocol.chat import ChatPrompt
+from hotswap.server.protocol.common import Body, GenerationBody
+from hotswap.server.protocol.completions import CompletionBody
+from hotswap.server.served import Served
+from hotswap.server.text.tokens import TokenTexts
+from hotswap.core.request import SamplingParams
+
+LONG_TEXT = 20_000
+"""Characters beyond which encoding would hold up the event loop for milliseconds: a thread does it then."""
+
+B = TypeVar("B", bound=Body)
+
+
+class Api:
+    """One per application. ``draining``: no new request is taken."""
+
+    def __init__(self, served: Served, settings: ServerSection) -> None:
+        self.served, self.settings = served, settings
+        self.frontend = Frontend(served)
+        self.texts = TokenTexts(served.tokenizer)
+        self.keys = Keys(settings.api_keys)
+        self.draining = False
+        self.started_at = int(served.clock.wall())
+        self._unknown = UnknownFields(settings.strict_fields)
+        self._separate_tenants = len(set(settings.api_keys.values())) > 1
+        self._bridge: Bridge | None = None
+
+    @property
+    def bridge(self) -> Bridge:
+        """Made in the event loop that serves the first request."""
+        if self._bridge is None:
+            self._bridge = Bridge(asyncio.get_running_loop())
+        return self._bridge
+
+    @property
+    def model_name(self) -> str:
+        return self.served.name
+
+    def created(self) -> int:
+        return int(self.served.clock.wall())
+
+    async def body(self, request: Request, model: type[B]) -> tuple[B, dict[str, str]]:
+        """The request's body, and headers for the answer (a warning about unknown fields)."""
+        data = await read_object(request, self.settings.max_body_bytes)
+        return self.checked(validate(model, data))
+
+    def checked(self, body: B) -> tuple[B, dict[str, str]]:
+        body.refuse_unsupported()
+        headers = self._unknown.check(body.unknown_fields(), body.known_fields())
+        name = getattr(body, "model", None)
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404, f"There is no model {name[:100]!r} here; this server has {self.model_name!r}.", "model",
+                "model_not_found")
+        return body, headers
+
+    async def completion_prompts(self, body: CompletionBody) -> list[Prompt]:
+        given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        if isinstance(given[0], int):
+            given = [given]
+        special = body.add_special_tokens is not False
+        prompts = []
+        for item in given:
+            if isinstance(item, str):
+                prompts.append(Prompt(await self.encode(item, special), item))
+            else:
+                prompts.append(Prompt(item))
+        return prompts
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > LONG_TEXT:
+            return await asyncio.to_thread(self.frontend.encode, text, add_special_tokens)
+        return self.frontend.encode(text, add_special_tokens)
+
+    async def chat_prompt(self, body: ChatPrompt) -> Prompt:
+        if body.chat_template is not None and not self.settings.allow_request_chat_template:
+            raise ApiError(
+                400, "chat_template in requests is switched off; see server.allow_request_chat_template",
+                "chat_template", "unsupported_field")
+        messages = body.plain_messages()
+
+        def encode() -> list[int]:
+            return self.frontend.encode_chat(
+                messages, add_generation_prompt=body.opens_turn, continue_final_message=body.continue_final_message,
+                variables=body.chat_template_kwargs, template=body.chat_template)
+
+        long = body.chat_template is not None or sum(len(m["content"]) for m in messages) > LONG_TEXT
+        return Prompt(await asyncio.to_thread(encode) if long else encode())
+
+    def call(
+        self, request: Request, body: GenerationBody, call_id: str, prompts: list[Prompt], sampling: SamplingParams,
+    ) -> Call:
+        """The engine's requests for a body; not started yet."""
+        origin = Origin(
+            request.state.tenant, self._salt(request.state.tenant, body.cache_salt or ""), body.priority,
+            {"request_id": request.state.request_id})
+        return Call(self.served.engine, self.bridge, self.frontend.requests(call_id, prompts, sampling, origin))
+
+    def _salt(self, tenant: str, salt: str) -> str:
+        """With several tenants, none can find out by timing what another has sent."""
+        if not self._separate_tenants:
+            return salt
+        return hashlib.sha256(f"{tenant}\0{salt}".encode()).hexdigest()
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,91 @@
+"""Routes that tell about the server: health, models, versions, components; tokens to and from text."""
+
+import asyncio
+import re
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from hotswap import __version__
+from hotswap.server.http.api import Api
+from hotswap.server.http.body import read_object, validate
+from hotswap.server.http.errors import ApiError
+from hotswap.server.protocol.tokens import DetokenizeBody, TokenizeChat, TokenizeText
+
+_PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
+
+
+def health(api: Api) -> Response:
+    """200 while work gets done; 503 with the reason otherwise."""
+    problem = api.served.engine.health()
+    if problem is not None:
+        raise ApiError(503, _PATH.sub("<path>", problem.splitlines()[0]), code="unhealthy")
+    return JSONResponse({"status": "ok"})
+
+
+def ready(api: Api) -> Response:
+    """200 when a request would be taken."""
+    if api.draining:
+        raise ApiError(503, "The server is shutting down.", code="draining")
+    return health(api)
+
+
+def models(api: Api) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(api)]}
+
+
+def model(api: Api, name: str) -> dict[str, Any]:
+    if name != api.model_name:
+        raise ApiError(404, f"There is no model {name[:100]!r} here.", "model", "model_not_found")
+    return _model(api)
+
+
+def _model(api: Api) -> dict[str, Any]:
+    return {
+        "id": api.model_name, "object": "model", "created": api.started_at, "owned_by": "hotswap",
+        "max_model_len": api.served.max_model_len,
+    }
+
+
+def version() -> dict[str, Any]:
+    return {"version": __version__}
+
+
+def server_info(api: Api) -> dict[str, Any]:
+    """Which components serve, from which packages, with which options; and what holds where a request says nothing."""
+    loads = api.served.engine.loads()
+    return {
+        "version": __version__, "model": _model(api),
+        "sampling_defaults": api.frontend.sampling({}).model_dump(mode="json"),
+        "loads": {"running": loads.running, "waiting": loads.waiting, "kv_usage": loads.kv_usage},
+        **api.served.describe(),
+    }
+
+
+async def tokenize(api: Api, request: Request) -> Response:
+    data = await read_object(request, api.settings.max_body_bytes)
+    if "messages" in data:
+        chat, headers = api.checked(validate(TokenizeChat, data))
+        ids, names = (await api.chat_prompt(chat)).token_ids, chat.return_token_strs
+    else:
+        text, headers = api.checked(validate(TokenizeText, data))
+        ids, names = await api.encode(text.prompt, text.add_special_tokens), text.return_token_strs
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": api.served.max_model_len, "tokens": ids}
+    if names:
+        answer["token_strs"] = [api.texts.name(token_id) for token_id in ids]
+    return JSONResponse(answer, headers=headers)
+
+
+async def detokenize(api: Api, request: Request) -> Response:
+    body, headers = await api.body(request, DetokenizeBody)
+    size = api.served.tokenizer.vocab_size
+    if wrong := [token_id for token_id in body.tokens if token_id >= size]:
+        raise ApiError(400, f"tokens holds {wrong[0]}, but the tokenizer's ids go from 0 to {size - 1}", "tokens")
+    text = await asyncio.to_thread(api.served.tokenizer.decode, body.tokens, False)
+    return JSONResponse({"prompt": text}, headers=headers)
+
+
+async def reset_prefix_cache(api: Api) -> dict[str, Any]:
+    return {"pages_dropped": await asyncio.to_thread(api.served.engine.reset)}

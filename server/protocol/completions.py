@@ -1,0 +1,54 @@
+"""``/v1/completions``: the request's fields, and the shapes of the answer."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+
+from hotswap.core.errors import RequestError
+from hotswap.server.protocol.common import GenerationBody, Id
+
+TokenIds = Annotated[list[Id], Field(min_length=1)]
+
+
+class CompletionBody(GenerationBody):
+    OTHERWISE_READ: ClassVar[frozenset[str]] = frozenset({"max_tokens"})
+
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    """A text, token ids, or a list of either; one answer has the choices of all, in order."""
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _one_of_four(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError("should be a text, token ids, or a list of either, and not empty") from None
+
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """By default as many as fit into the context. 0 with ``echo``: only the prompt and its logprobs."""
+    echo: bool = False
+    """Put the prompt before the completion, in text and logprobs."""
+    best_of: int | None = None
+    """Only as many as ``n``."""
+
+    def sampling_given(self) -> dict[str, Any]:
+        """Sampling fields as ``SamplingParams`` takes them."""
+        given = self.sampling_fields()
+        if self.best_of is not None and self.best_of != (given.get("n") or 1):
+            raise RequestError("best_of is not supported by this server unless it equals n", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens 0 makes sense with echo only; give at least 1", "max_tokens")
+        given["max_tokens"] = 1 if self.max_tokens == 0 else self.max_tokens
+        if self.echo and given.get("logprobs") is not None and given.get("prompt_logprobs") is None:
+            given["prompt_logprobs"] = given["logprobs"]
+        return given
+
+    @property
+    def only_prompt(self) -> bool:
+        """The one token that has to be generated is not shown."""
+        return self.max_tokens == 0
+
+
+def completion(id: str, created: int, model: str, choices: list[dict[str, Any]], usage: Any = None) -> dict[str, Any]:
+    """A whole answer, or a chunk of one: they have the same shape."""
+    answer = {"id": id, "object": "text_completion", "created": created, "model": model, "choices": choices}
+    return answer if usage is None else {**answer, "usage": usage}

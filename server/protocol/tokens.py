@@ -1,0 +1,20 @@
+"""``/tokenize`` and ``/detokenize``, with vLLM's fields."""
+
+from hotswap.server.protocol.chat import ChatPrompt
+from hotswap.server.protocol.common import Body, Id
+
+
+class TokenizeText(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChat(ChatPrompt):
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[Id]

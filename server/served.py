@@ -1,0 +1,46 @@
+"""An engine, and what its front (HTTP, Python, batch files) must know of the model behind it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotswap.core.engine.clock import Clock, SystemClock
+from hotswap.core.interfaces.component import RequestOptions
+from hotswap.core.interfaces.kvcache import CacheKey
+from hotswap.core.interfaces.parallel import EngineClient
+from hotswap.core.modeling.tokenizer import Tokenizer
+
+_FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+
+
+def _nothing(app: Any) -> None:
+    """No observer has routes."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """``vocab_size`` is the width of the logits. ``eos_token_ids`` lie below it. ``sampling_defaults`` hold where a
+    request says nothing. ``describe`` lists the live components, ``install_routes`` lets observers add their routes."""
+
+    name: str
+    engine: EngineClient
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    cache_key: CacheKey = CacheKey()
+    chat_template: str | None = None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    request_options: Mapping[str, type[RequestOptions]] = field(default_factory=dict)
+    seed: int = 0
+    clock: Clock = field(default_factory=SystemClock)
+    describe: Callable[[], dict[str, Any]] = dict
+    install_routes: Callable[[Any], None] = _nothing
+
+
+def defaults_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling defaults that a model's generation_config.json states. ``do_sample: false`` is greedy."""
+    defaults = {key: generation_config[key] for key in _FROM_GENERATION_CONFIG if generation_config.get(key) is not None}
+    if generation_config.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return defaults
