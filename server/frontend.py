@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from hotswap.core.errors import RequestError
+from hotswap.core.errors import ConfigError, RequestError
+from hotswap.core.explain import nearest
 from hotswap.core.request import Request, SamplingParams
 from hotswap.core.validation import validate_request
 from hotswap.server.served import Served
@@ -66,7 +67,7 @@ class Frontend:
         continue_final_message: bool = False, variables: Mapping[str, Any] | None = None, template: str | None = None,
     ) -> list[int]:
         """``template``: instead of the model's."""
-        chosen = ChatTemplate(template, self.served.tokenizer) if template is not None else self._template
+        chosen = self._template if template is None else self._given(template)
         if chosen is None:
             raise RequestError(
                 f"the model {self.served.name!r} has no chat template; set server.chat_template to a Jinja file, or use "
@@ -76,6 +77,12 @@ class Frontend:
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             variables=variables,
         )
+
+    def _given(self, template: str) -> ChatTemplate:
+        try:
+            return ChatTemplate(template, self.served.tokenizer)
+        except ConfigError as error:
+            raise RequestError(error.message, "chat_template") from error
 
     def requests(
         self, call_id: str, prompts: Sequence[Prompt], sampling: SamplingParams, origin: Origin = Origin(),  # noqa: B008
@@ -130,6 +137,9 @@ def first_problem(error: ValidationError) -> RequestError:
     """What is wrong with a request, in one sentence that names the field."""
     problem = error.errors(include_url=False, include_context=False)[0]
     field = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        near = nearest(field, SamplingParams.model_fields)
+        return RequestError(f"unknown field {field!r}" + (f"; did you mean {near!r}?" if near else ""), field)
     message = problem["msg"].removeprefix("Value error, ")
     return RequestError(f"{field}: {message}, got {reprlib.repr(problem['input'])}" if field else message, field or None)
 

@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hotswap.core.engine.clock import Clock, SystemClock
+from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.interfaces.kvcache import CacheKey
 from hotswap.core.interfaces.parallel import EngineClient
 from hotswap.core.modeling.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hotswap.core.engine.build import Built
 
 _FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
@@ -44,3 +49,31 @@ def defaults_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     if generation_config.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
+
+
+def served_by(built: "Built") -> Served:
+    """What a running engine serves. ConfigError where ``server.chat_template`` cannot be read."""
+    config, checkpoint = built.resolved.config, built.checkpoint
+    source = config.model.source
+    return Served(
+        name=config.server.served_model_name or (Path(source).stem if Path(source).exists() else source),
+        engine=built.engine, tokenizer=checkpoint.tokenizer(), vocab_size=built.facts.vocab_size,
+        max_model_len=built.max_model_len, eos_token_ids=checkpoint.eos_token_ids(built.facts.vocab_size),
+        cache_key=CacheKey(model_revision=checkpoint.revision, dtype=config.dtype),
+        chat_template=_template(config.server.chat_template) or checkpoint.chat_template,
+        sampling_defaults=defaults_of(checkpoint.generation_config) if config.server.generation_config else {},
+        request_options=built.request_options, seed=config.seed,
+        describe=lambda: {
+            "components": built.components.listing(), "config": built.resolved.effective(), "notes": built.notes,
+        },
+        install_routes=lambda app: built.components.observers.notify("hotswap_server_routes", app=app),
+    )
+
+
+def _template(file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {file!r} cannot be read: {error}", "server.chat_template") from error

@@ -61,7 +61,13 @@ class Answer(ABC):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         try:
             async for batch in self._call.batches():
-                yield b"".join([event(chunk) for index, output in batch for chunk in self._chunks(index, output)])
+                parts: list[bytes] = []
+                try:
+                    for index, output in batch:
+                        parts += map(event, self._chunks(index, output))
+                finally:
+                    if parts:
+                        yield b"".join(parts)
             if self._body.include_usage:
                 yield event({**self.envelope([]), "usage": self.usage()})
             yield DONE

@@ -8,6 +8,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from hotswap.core.config.schema import ServerSection
+from hotswap.core.request import SamplingParams
 from hotswap.server.bridge import Bridge, Call
 from hotswap.server.frontend import Frontend, Origin, Prompt
 from hotswap.server.http.body import UnknownFields, read_object, validate
@@ -18,7 +19,6 @@ from hotswap.server.protocol.common import Body, GenerationBody
 from hotswap.server.protocol.completions import CompletionBody
 from hotswap.server.served import Served
 from hotswap.server.text.tokens import TokenTexts
-from hotswap.core.request import SamplingParams
 
 LONG_TEXT = 20_000
 """Characters beyond which encoding would hold up the event loop for milliseconds: a thread does it then."""

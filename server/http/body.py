@@ -38,7 +38,8 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
 async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     too_large = declared.isdigit() and int(declared) > limit
-    chunks, size = [], 0
+    chunks: list[bytes] = []
+    size = 0
     async for chunk in request.stream():
         size += len(chunk)
         too_large = too_large or size > limit

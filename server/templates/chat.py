@@ -46,8 +46,9 @@ class ChatTemplate:
         ``continue_final_message``: the last message is left open, for the model to go on with it.
         """
         mark = self._control.free_mark([messages, variables])
-        messages, variables = self._control.guard([messages, dict(variables or {})], mark)
-        text = self._rendered(messages, add_generation_prompt, continue_final_message, variables)
+        text = self._rendered(
+            self._control.guard(messages, mark), add_generation_prompt, continue_final_message,
+            self._control.guard(dict(variables or {}), mark))
         return self._control.with_one_bos(self._control.encode(text, mark))
 
     def _rendered(

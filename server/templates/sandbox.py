@@ -18,8 +18,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 500_000
-"""Iterations and calls in one rendering; a chat of 10,000 messages needs a tenth of it."""
+MAX_STEPS = 200_000
+"""Iterations, calls and pieces of output in one rendering; a chat of 10,000 messages needs less than half of it."""
 MAX_CHARACTERS = 16 * 2**20
 """Of any string that a template makes, and of its output: far more than fits into any model's context."""
 MAX_REPEAT = 100_000
@@ -174,7 +174,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         return render
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _spend(1)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):

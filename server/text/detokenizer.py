@@ -10,7 +10,7 @@ REPLACEMENT = "\ufffd"
 """What decoding makes of bytes that are not (yet) a character."""
 
 _HELD = 3
-"""An unfinished UTF-8 character has at most three bytes, each of which may show up as one replacement character."""
+"""An unfinished UTF-8 character has at most three bytes, and so lies in the last three tokens."""
 _WINDOW = 8
 """Tokens decoded again with each new one, once there are more: left context decides about leading spaces."""
 _LONGEST_WINDOW = 64
@@ -33,15 +33,15 @@ class IncrementalDecoder:
         visible = [token for token in token_ids if token not in hidden and token < known]
         if not visible:
             return ""
-        before = len(self._window)
         self._window += visible
         text = self._decode(self._window)
-        open_characters = len(text) - len(text.rstrip(REPLACEMENT))
-        certain = len(text) - min(open_characters, _HELD)
+        # All replacement characters at the end are held: some tokenizers decode a run of bytes as a whole, so that half
+        # a character makes replacement characters of the whole ones before it too.
+        certain = len(text.rstrip(REPLACEMENT))
         delta = text[self._sent : certain]
         self._sent = max(self._sent, certain)
-        if not open_characters:
-            self._trim(before)
+        if certain == len(text):
+            self._trim()
         elif len(self._window) > _LONGEST_WINDOW:
             delta += self._cut_inside(text)
         return delta
@@ -55,7 +55,7 @@ class IncrementalDecoder:
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
-    def _trim(self, before: int) -> None:
+    def _trim(self) -> None:
         """The text ends in a whole character: forget what lies before the last such point."""
         if len(self._window) > _WINDOW and self._clean:
             context = self._window[self._clean :]

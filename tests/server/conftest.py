@@ -51,6 +51,16 @@ class FakeEngine:
 
     def __init__(self, tokenizer: Tokenizer, max_model_len: int = 512) -> None:
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self._stopped = False
+        self._lock = threading.Condition()
+        self.running: dict[str, tuple[RequestState, Iterator[int]]] = {}
+        self.waiting: deque[RequestState] = deque()
+        self.restore()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def restore(self) -> None:
+        """As new, for the next test."""
         self.reply: Callable[[Request], Iterator[int]] = lambda request: self.spell(itertools.cycle(ALPHABET))
         self.step_s, self.max_running, self.max_queue = 0.0, 64, 256
         self.problem: str | None = None
@@ -58,14 +68,9 @@ class FakeEngine:
         self.admit = True
         self.requests: list[Request] = []
         self.aborted: list[str] = []
-        self.running: dict[str, tuple[RequestState, Iterator[int]]] = {}
-        self.waiting: deque[RequestState] = deque()
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
         self.resets = 0
-        self._stopped = self._draining = False
-        self._lock = threading.Condition()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._draining = False
 
     def spell(self, characters: Any) -> Iterator[int]:
         for character in characters:
@@ -205,12 +210,32 @@ class Server:
         self.client.close()
         self._uvicorn.should_exit = True
         self._thread.join(10)
-        self.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def module_engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine(byte_tokenizer())
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def module_server(module_engine: FakeEngine) -> Iterator[Server]:
+    server = Server(module_engine, ServerSection())
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine(byte_tokenizer())
+def engine(module_engine: FakeEngine) -> FakeEngine:
+    module_engine.restore()
+    return module_engine
+
+
+@pytest.fixture
+def server(engine: FakeEngine, module_server: Server) -> Server:
+    """With default settings."""
+    return module_server
 
 
 @pytest.fixture
@@ -225,15 +250,3 @@ def start(engine: FakeEngine) -> Iterator[Callable[..., Server]]:
     yield start
     for server in servers:
         server.close()
-    engine.stop()
-
-
-@pytest.fixture
-def server(start: Callable[..., Server]) -> Server:
-    return start()
-
-
-def sse(response: httpx.Response) -> list[str]:
-    """The data of each event."""
-    assert response.headers["content-type"].startswith("text/event-stream")
-    return [line.removeprefix("data: ") for line in response.text.splitlines() if line]

@@ -1,0 +1,173 @@
+"""Whatever goes wrong, and whatever is sent: an OpenAI error body, and a server that lives."""
+
+import concurrent.futures
+import json
+import logging
+
+import pytest
+
+
+def assert_error(response, status):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    return error
+
+
+def test_every_refusal_has_the_same_body(start):
+    server = start(max_body_bytes=1000)
+    post, headers = server.client.post, {"content-type": "application/json"}
+    assert_error(post("/v1/completions", content=b"{", headers=headers), 400)
+    assert_error(post("/v1/completions", content=b"[1]", headers=headers), 400)
+    assert_error(post("/v1/completions", content=b"", headers=headers), 400)
+    assert_error(post("/v1/completions", content=b'{"prompt": "\xff"}', headers=headers), 400)
+    assert_error(post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 415)
+    assert_error(post("/v1/nothing", json={}), 404)
+    assert_error(server.client.get("/v1/completions"), 405)
+    assert_error(server.client.get("/"), 404)
+    assert_error(server.client.get("/v1/models/other"), 404)
+    assert_error(server.complete("x" * 2000), 413)
+    assert_error(server.complete(temperature="hot"), 400)
+    assert_error(server.complete(model="gpt-9"), 404)
+    assert server.complete().status_code == 200
+
+
+def test_a_large_body_sent_in_chunks_is_refused_too(start):
+    server = start(max_body_bytes=1000)
+    response = server.client.post(
+        "/v1/completions", content=(b" " * 400 for _ in range(5)), headers={"content-type": "application/json"})
+    assert_error(response, 413)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"), ({"top_p": 1.01}, "top_p"),
+    ({"top_p": -0.1}, "top_p"), ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 1000}, "n"), ({"max_tokens": -1}, "max_tokens"),
+    ({"logit_bias": {"999999999": 1}}, "logit_bias"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"), ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [260]}, "allowed_token_ids"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"), ({"logprobs": 21}, "logprobs"), ({"seed": 2**70}, "seed"),
+    ({"stop": [""]}, "stop"), ({"stop": ["x" * 10000]}, "stop"), ({"stop": ["x"] * 100}, "stop"), ({"stop": 5}, "stop"),
+    ({"priority": 1.5}, "priority"), ({"priority": 2**40}, "priority"), ({"min_tokens": 50}, "min_tokens"),
+    ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 3}, "presence_penalty"),
+    ({"extra": {"nothing": {}}}, "extra.nothing"), ({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"),
+    ({"prompt": {}}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": None}, "prompt"),
+    ({"prompt": [260]}, "prompt"), ({"prompt": "x" * 511, "max_tokens": 5}, "max_tokens"), ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ({"stream_options": {"include_usage": 3}}, "stream_options"), ({"cache_salt": 5}, "cache_salt"),
+    ({"prompt": ["x"] * 2000}, "n"), ({"bad_words": [""]}, "bad_words"),
+])
+def test_what_cannot_be_served_is_refused_by_name_before_the_first_byte(server, fields, param, streamed):
+    error = assert_error(server.complete(**{"stream": streamed, **fields}), 400)
+    assert error["param"].startswith(param)
+    assert server.engine.requests == []
+
+
+@pytest.mark.parametrize("body", [
+    b'{"prompt": "x", "metadata": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", b"[" * 10_000, b'{"a":' * 10_000,
+    b'{"prompt": "x", "tools": ' + b'{"a":[' * 60 + b"]}" * 60 + b"}",
+    b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}', b'{"prompt": "x", "seed": 1e999}',
+    b'{"prompt": "\\ud800"}', b'{"prompt": "x", "stop": "\\udfff"}', b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "x", "temperature": 1e400}', b"\x80\x04K\x01.",
+])
+def test_hostile_json_is_refused_and_the_server_lives(server, body):
+    headers = {"content-type": "application/json"}
+    assert_error(server.client.post("/v1/completions", content=body, headers=headers), 400)
+    assert server.complete().status_code == 200
+
+
+# Failures
+
+
+def test_an_engines_failure_is_told_in_general_words(server, engine):
+    engine.fail_after = 2
+    response = server.complete()
+    error = assert_error(response, 500)
+    assert response.headers["x-request-id"] in error["message"]
+    for secret in ("/", "RuntimeError", "device", "Traceback"):
+        assert secret not in error["message"]
+    engine.fail_after = None
+    assert server.complete().status_code == 200
+
+
+def test_a_failure_inside_a_stream_is_an_error_event_and_no_done(server, engine):
+    engine.fail_after = 2
+    response = server.complete(stream=True, n=2)
+    assert response.status_code == 200
+    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert "[DONE]" not in data
+    assert json.loads(data[-1])["error"]["type"] == "server_error"
+    assert "error" not in json.loads(data[0])
+    assert not engine.running
+
+
+def test_a_bug_in_a_handler_is_a_500_without_details(server, engine, monkeypatch, caplog):
+    def fail(request, sink):
+        raise KeyError("/home/secret/path")
+
+    monkeypatch.setattr(engine, "add", fail)
+    with caplog.at_level(logging.ERROR):
+        for streamed in (False, True):
+            error = assert_error(server.complete(stream=streamed), 500)
+            assert "secret" not in error["message"]
+            assert "/" not in error["message"]
+    assert "secret" in caplog.text
+    monkeypatch.undo()
+    assert server.complete().status_code == 200
+
+
+def test_a_full_queue_answers_429_at_once_and_the_others_finish(server, engine):
+    engine.max_running, engine.max_queue, engine.step_s = 1, 4, 0.05
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda _: server.complete(), range(20)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert [a.status_code for a in answers].count(200) == 5
+    assert len(refused) == 15
+    for answer in refused:
+        assert_error(answer, 429)
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.elapsed.total_seconds() < 1
+
+
+def test_of_a_call_that_does_not_fit_as_a_whole_nothing_stays(server, engine):
+    engine.admit, engine.max_running, engine.max_queue = False, 0, 4
+    assert server.complete(n=6).status_code == 429
+    assert not engine.waiting
+    engine.admit, engine.max_running = True, 8
+    assert server.complete(n=6).status_code == 200
+
+
+# Unknown fields
+
+
+def test_unknown_fields_are_named_in_a_header_and_logged_once(start, caplog):
+    server = start()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            answer = server.complete(temprature=0, **{"nonsense\r\nX-Evil: 1": 2})
+            assert answer.status_code == 200
+            assert "temprature" in answer.headers["x-hotswap-warning"]
+            assert "x-evil" not in answer.headers
+    assert sum("temprature" in record.getMessage() for record in caplog.records) == 1
+    assert "x-hotswap-warning" in server.complete(stream=True, temprature=0).headers
+
+
+def test_strict_mode_refuses_unknown_fields_with_a_hint(start):
+    server = start(strict_fields=True)
+    error = assert_error(server.complete(temprature=0), 400)
+    assert error["param"] == "temprature"
+    assert "'temperature'" in error["message"]
+    assert server.complete(user="me", top_k=3).status_code == 200
+
+
+def test_the_request_id_comes_back_or_is_made(server, engine):
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, X_Request_Id="mine-7").headers[
+        "x-request-id"] == "mine-7"
+    assert engine.requests[0].attrs["request_id"] == "mine-7"
+    for bad in ("has space", "x" * 200):
+        made = server.client.get("/version", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert made != bad
+        assert len(made) == 32
+    assert server.client.get("/nothing").headers["x-request-id"]
