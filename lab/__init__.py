@@ -1,0 +1,1 @@
+"""Experiments on engines. Reaches parts through the registry."""

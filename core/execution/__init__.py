@@ -1,0 +1,1 @@
+"""One step in the worker: message, layout, runner, sampling, verification."""

@@ -1,0 +1,1 @@
+"""The contracts: one file a kind of component, and what all components have in common."""

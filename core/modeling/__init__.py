@@ -1,0 +1,1 @@
+"""What model components share: layers with logical axes, the mesh, rotary embeddings, checkpoints, tokenizers."""

@@ -1,0 +1,1 @@
+"""KV managers, and the eviction policies of those that reuse pages."""

@@ -1,0 +1,1 @@
+"""Logits processors: penalties, bias, banned words, minimum length."""

@@ -1,0 +1,1 @@
+"""Observers: they watch an engine and change nothing."""

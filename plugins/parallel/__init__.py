@@ -1,0 +1,1 @@
+"""Executors: how the workers of one engine are run."""

@@ -1,0 +1,1 @@
+"""Schedulers, and the queue policies that order their requests."""

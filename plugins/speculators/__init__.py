@@ -1,0 +1,1 @@
+"""Speculators: they propose tokens, the verifier in core decides."""
