@@ -1,0 +1,177 @@
+"""Metrics and bills, watched on the real loop with a fake device."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hotswap.core.live import LiveComponents
+from hotswap.core.testing.rig import Rig, build, expected, make_rig, random_prompt
+
+
+def watched(use: str, rig_options: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Rig, LiveComponents]:
+    live = LiveComponents()
+    observer = build("observer", use, **options)
+    live.add(observer)
+    rig = make_rig(observers=live.observers, **(rig_options or {}))
+    live.observers.notify(
+        "hotswap_engine_started", versions={}, config={"model": {"name": "toy"}, "server": {}}, time=0.0)
+    return observer, rig, live
+
+
+def scrape(metrics: Any) -> dict[str, float]:
+    """Sample name, with its reason or bucket if it has one -> value."""
+    from prometheus_client import generate_latest
+
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "toy"
+            key = sample.labels.get("finished_reason") or sample.labels.get("le")
+            found[f"{sample.name}[{key}]" if key else sample.name] = sample.value
+    return found
+
+
+def traffic(rig: Rig, count: int = 30, abort_every: int = 5, seed: int = 1) -> list[Any]:
+    rng, shared, requests = random.Random(seed), [3] * 13, []
+    for turn in range(count):
+        requests.append(rig.add(f"r{turn}", random_prompt(rng, 25, shared), rng.randrange(1, 40)))
+        rig.loop.turn()
+        rig.clock.advance(0.002)
+        if turn % abort_every == 4:
+            rig.loop.abort(f"r{turn - rng.randrange(4)}")
+    rig.run()
+    return requests
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_metrics_add_up(depth):
+    metrics, rig, live = watched("metrics", {"depth": depth, "num_pages": 34, "lookahead": 2, "max_running": 6})
+    requests = traffic(rig)
+    found = scrape(metrics)
+    ends = [rig.client.endings(request.id) for request in requests]
+    for reason in ("stop", "length", "abort", "error"):
+        assert found[f"hotswap:request_success_total[{reason}]"] == ends.count([reason])
+    assert ends.count(["abort"]) > 0
+    assert found["hotswap:num_requests_running"] == found["hotswap:num_requests_waiting"] == 0
+    assert found["hotswap:generation_tokens_total"] == sum(len(rig.client.tokens(r.id)) for r in requests)
+    finished = [r for r, end in zip(requests, ends, strict=True) if end == ["length"]]
+    assert found["hotswap:e2e_request_latency_seconds_count"] == len(finished)
+    assert found["hotswap:time_to_first_token_seconds_count"] >= len(finished)
+    assert found["hotswap:prefix_cache_queries_total"] >= sum(len(r.prompt_token_ids) for r in finished)
+    assert 0 < found["hotswap:prefix_cache_hits_total"] < found["hotswap:prefix_cache_queries_total"]
+    assert found["hotswap:num_preemptions_total"] > 0
+    assert found["hotswap:spec_decode_num_draft_tokens_total"] > found["hotswap:spec_decode_num_accepted_tokens_total"] > 0
+    assert found["hotswap:steps_total"] == rig.loop.steps
+    assert found["hotswap:step_duration_seconds_bucket[+Inf]"] == rig.loop.steps
+    assert not (metrics._live or metrics._first or metrics._last_tokens)
+    assert live.observers.failures == 0
+
+
+def test_waiting_and_running_are_those_of_the_moment():
+    metrics, rig, _ = watched("metrics", {"max_running": 2})
+    for number in range(5):
+        rig.add(f"r{number}", [1, 2, 3], 8)
+    rig.loop.turn()
+    found = scrape(metrics)
+    assert (found["hotswap:num_requests_running"], found["hotswap:num_requests_waiting"]) == (2, 3)
+    assert found["hotswap:prompt_tokens_total"] == 6
+    rig.run()
+    found = scrape(metrics)
+    assert (found["hotswap:num_requests_running"], found["hotswap:num_requests_waiting"]) == (0, 0)
+    assert found["hotswap:kv_cache_usage_perc"] == 0
+
+
+def test_latencies_are_what_the_clock_says():
+    metrics, rig, _ = watched("metrics")
+    rig.add("r", [1, 2, 3], 5)
+    rig.clock.advance(0.5)
+    rig.run()
+    found = scrape(metrics)
+    assert found["hotswap:time_to_first_token_seconds_sum"] == pytest.approx(0.5, abs=0.01)
+    assert found["hotswap:request_queue_time_seconds_sum"] == pytest.approx(0.5, abs=0.01)
+    assert found["hotswap:inter_token_latency_seconds_count"] == 4
+    assert found["hotswap:inter_token_latency_seconds_sum"] == pytest.approx(0.004)
+    assert found["hotswap:request_time_per_output_token_seconds_sum"] == pytest.approx(0.001)
+    assert found["hotswap:request_generation_tokens_sum"] == 5
+
+
+def test_vllms_names_are_an_option():
+    metrics, rig, _ = watched("metrics", vllm_alias=True)
+    rig.add("r", [1], 1)
+    rig.run()
+    found = scrape(metrics)
+    ours = {name.removeprefix("hotswap:") for name in found if name.startswith("hotswap:")}
+    assert ours == {name.removeprefix("vllm:") for name in found if name.startswith("vllm:")}
+    assert found["vllm:request_success_total[length]"] == 1
+
+
+def test_metrics_are_served(start):
+    live = LiveComponents()
+    live.add(build("observer", "metrics"))
+    live.observers.notify(
+        "hotswap_engine_started", versions={}, time=0.0,
+        config={"model": {"name": "toy"}, "server": {"served_model_name": "mine", "metrics_vllm_alias": True}})
+    server = start(served={"install_routes": lambda app: live.observers.notify("hotswap_server_routes", app=app)})
+    answer = httpx.get(f"{server.url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert 'hotswap:num_requests_running{model_name="mine"} 0.0' in answer.text
+    assert "vllm:num_requests_running" in answer.text
+
+
+# Bills
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_request_gets_one_bill_and_the_bills_add_up(tmp_path: Path, depth, monkeypatch):
+    path = tmp_path / "bills.jsonl"
+    options = {"depth": depth, "num_pages": 34, "lookahead": 2, "max_running": 6}
+    bill, rig, live = watched("bill", options, path=str(path))
+    collect = rig.executor.collect
+
+    def slowly(ticket: int) -> Any:
+        rig.clock.advance(0.001)
+        return collect(ticket)
+
+    monkeypatch.setattr(rig.executor, "collect", slowly)
+    requests = traffic(rig)
+    live.observers.notify("hotswap_engine_stopped", time=rig.clock.now())
+    lines = {line["id"]: line for line in map(json.loads, path.read_text().splitlines())}
+    assert len(lines) == len(bill.invoices) == len(requests)
+    for request in requests:
+        line = lines[request.id]
+        assert [line["finish_reason"]] == rig.client.endings(request.id)
+        assert line["prompt_tokens"] == len(request.prompt_token_ids)
+        assert line["output_tokens"] == len(rig.client.tokens(request.id))
+        if line["finish_reason"] == "length":
+            assert rig.client.tokens(request.id) == expected(request)
+            least = line["prompt_tokens"] + line["output_tokens"] - 1 - line["reused_tokens"]
+            assert line["computed_tokens"] >= least
+            assert line["page_seconds"] > 0
+            assert 0 < line["step_seconds"] <= line["total_seconds"] + 1e-9
+    assert any(line["preemptions"] for line in lines.values())
+    assert any(line["reused_tokens"] for line in lines.values())
+    assert sum(line["step_seconds"] for line in lines.values()) <= rig.clock.now()
+    assert not (bill._open or bill._pages or bill._steps or bill._late)
+    assert live.observers.failures == 0
+
+
+def test_a_lone_request_pays_for_exactly_what_it_used():
+    bill, rig, _ = watched("bill", {"page_size": 4})
+    rig.add("r", [1, 2, 3, 4, 5], 4, tenant="alice")
+    rig.run()
+    (invoice,) = bill.invoices
+    assert (invoice.tenant, invoice.prompt_tokens, invoice.output_tokens, invoice.computed_tokens) == ("alice", 5, 4, 8)
+    assert invoice.page_seconds == pytest.approx(2 * invoice.total_seconds, rel=0.5)
+
+
+def test_only_the_newest_bills_stay_in_memory():
+    bill, rig, _ = watched("bill", keep=2)
+    for number in range(5):
+        rig.add(f"r{number}", [1, 2], 2)
+    rig.run()
+    assert len(bill.invoices) == 2
