@@ -1,0 +1,80 @@
+"""Batch files."""
+
+import io
+import json
+
+import pytest
+
+from hotswap.core.errors import ConfigError
+from hotswap.server import generate
+from hotswap.server.frontend import Frontend
+from hotswap.server.served import Served
+
+
+@pytest.fixture
+def served(engine):
+    return Served("tiny", engine, engine.tokenizer, engine.tokenizer.vocab_size, 512, frozenset({1}),
+                  chat_template="{{ messages[0].content }}")
+
+
+def answers(served, tmp_path, *lines):
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    jobs = generate.prepare(Frontend(served), generate.read_lines(source), source)
+    out = io.StringIO()
+    failed = generate.run(served, jobs, out, progress=False)
+    return failed, [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_answers_come_in_the_order_of_the_lines(served, tmp_path, engine):
+    engine.max_running, engine.max_queue = 2, 1
+    lines = [{"prompt": f"p{i}", "max_tokens": 1 + (i * 7) % 5, "id": f"id-{i}"} for i in range(20)]
+    failed, found = answers(served, tmp_path, *lines)
+    assert failed == 0
+    assert [answer["id"] for answer in found] == [line["id"] for line in lines]
+    assert [len(answer["outputs"][0]["text"]) for answer in found] == [line["max_tokens"] for line in lines]
+
+
+def test_every_kind_of_line(served, tmp_path):
+    _, found = answers(
+        served, tmp_path, {"prompt": "hé", "max_tokens": 2}, "", {"prompt": [5, 6], "max_tokens": 2, "n": 2},
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0})
+    assert [answer["id"] for answer in found] == [1, 3, 4]
+    assert [len(answer["outputs"]) for answer in found] == [1, 2, 1]
+    assert found[0]["prompt"] == "hé"
+    assert found[0]["outputs"][0] | {"token_ids": 0} == {
+        "text": "ab", "token_ids": 0, "finish_reason": "length", "stop_reason": None}
+    assert found[1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 4, "cached_tokens": 0}
+
+
+def test_bad_lines_are_named_before_any_work_starts(served, tmp_path, engine):
+    with pytest.raises(ConfigError) as caught:
+        answers(served, tmp_path, {"prompt": "ok"}, "{", "[1]", {"text": "x"}, {"prompt": "x", "messages": []})
+    for words in ("line 2: ", "line 3: expected a JSON object", "line 4: unknown field 'text'", "line 5: expected either"):
+        assert words in str(caught.value)
+    assert "line 1:" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        answers(served, tmp_path, {"prompt": "ok"}, {"prompt": "x", "temperature": -1}, {"prompt": ["a"]},
+                {"prompt": [999]}, {"prompt": ""}, {"messages": [{"role": "user"}]})
+    for number in range(2, 7):
+        assert f"line {number}: " in str(caught.value)
+    assert engine.requests == []
+
+
+def test_files_that_cannot_be_used_are_config_errors(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        generate.read_lines(tmp_path / "nothing.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(ConfigError, match="has no lines"):
+        generate.read_lines(tmp_path / "empty.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        generate.read_lines(tmp_path / "binary.jsonl")
+
+
+def test_a_line_that_fails_says_so_and_the_others_are_answered(served, tmp_path, engine):
+    engine.fail_after = 3
+    failed, found = answers(served, tmp_path, {"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 9})
+    assert failed == 1
+    assert found[0]["outputs"][0]["text"] == "ab"
+    assert "device lost" in found[1]["error"]
