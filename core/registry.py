@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from hotswap import __version__
 from hotswap.core.errors import (
     AmbiguousComponentError,
     BrokenComponentError,
@@ -229,7 +228,7 @@ class Registry:
         accepted = [f"{kind}/{version}" for version in (current - 1, current) if version > 0]
         if contract in accepted:
             return ""
-        host = f"hotswap {__version__}"
+        host = f"hotswap {metadata.version('hotswap')}"
         return f"was written for contract {contract}, but {host} accepts {' and '.join(accepted)}"
 
     def _unknown(self, kind: str, name: str, elsewhere: list[Entry]) -> str:
