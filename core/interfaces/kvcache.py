@@ -231,6 +231,10 @@ class KVCacheManager(Component):
     @abstractmethod
     def usage(self) -> CacheUsage: ...
 
+    def owners(self) -> dict[str, int]:
+        """Pages per request that holds a table, so that a leak can be reported with its owner."""
+        return {}
+
     @abstractmethod
     def check(self) -> None:
         """Verify every invariant; raises KVInvariantError naming pages and request ids. Slow: for tests and doctors."""
