@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from hotswap.core.interfaces.parallel import EngineClient
-from hotswap.core.request import OutputSink, Request, RequestOutput
+from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput
 
 Receiver = Callable[[RequestOutput], None]
 
@@ -50,6 +50,7 @@ class Call:
         self._live = set[str]()
         self._arrived: list[tuple[int, RequestOutput]] = []
         self._news = asyncio.Event()
+        self._failed = False
 
     def start(self) -> None:
         """Add all requests, or none: raises what the engine raises."""
@@ -80,7 +81,7 @@ class Call:
 
     async def all(self) -> list[tuple[int, RequestOutput]]:
         """Every output at once: wakes the caller when all choices have ended, or one has ended badly."""
-        while self._live and not any(output.error for _, output in self._arrived[-1:]):
+        while self._live and not self._failed:
             await self._news.wait()
             self._news.clear()
         return self._arrived
@@ -91,4 +92,5 @@ class Call:
         self._arrived.append((self._index[output.request_id], output))
         if output.finish_reason is not None:
             self._live.discard(output.request_id)
+            self._failed |= output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
         self._news.set()

@@ -14,9 +14,11 @@ from hotswap.server.http.errors import ClientGone
 DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: json.dumps makes one a call
+
 
 def event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {_encode(data)}\n\n".encode()
 
 
 class EventStream(Response):

@@ -6,6 +6,8 @@ import logging
 
 import pytest
 
+from hotswap.core.request import FinishReason
+
 
 def assert_error(response, status):
     assert response.status_code == status, response.text
@@ -76,6 +78,29 @@ def test_hostile_json_is_refused_and_the_server_lives(server, body):
     headers = {"content-type": "application/json"}
     assert_error(server.client.post("/v1/completions", content=body, headers=headers), 400)
     assert server.complete().status_code == 200
+
+
+def test_ids_are_checked_against_the_width_of_the_logits_not_the_tokenizers_size(start):
+    server = start(served={"vocab_size": 200})
+    for fields in ({"allowed_token_ids": [205]}, {"logit_bias": {"205": 1}}, {"stop_token_ids": [205]}, {"prompt": [205]}):
+        assert_error(server.complete(**fields), 400)
+    assert server.complete(allowed_token_ids=[199], logit_bias={"199": 1}, stop_token_ids=[199]).status_code == 200
+
+
+def test_a_call_that_fails_in_one_choice_fails_as_a_whole_and_at_once(server, engine):
+    engine.step_s = 0.01
+
+    def fail_second(state, tokens, step=engine._step):
+        if state.id.endswith("-1"):
+            return engine._end(state, FinishReason.ERROR, "lost")
+        return step(state, tokens)
+
+    engine._step = fail_second
+    try:
+        assert_error(server.complete(n=2, max_tokens=400), 500)
+        assert len(engine.aborted) == 1
+    finally:
+        del engine._step
 
 
 # Failures

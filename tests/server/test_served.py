@@ -1,0 +1,84 @@
+"""What is served by an engine that the config built, and its defaults."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hotswap.core.config import load_config
+from hotswap.core.errors import ConfigError
+from hotswap.core.modeling.tokenizer import Tokenizer
+from hotswap.server.frontend import Frontend, derived_seed
+from hotswap.server.served import Served, defaults_of, served_by
+
+
+def built(tokenizer: Tokenizer, stated: dict[str, object], **server: object) -> SimpleNamespace:
+    checkpoint = SimpleNamespace(
+        tokenizer=lambda: tokenizer, eos_token_ids=lambda size: frozenset({1}), revision="abc", chat_template="model's",
+        generation_config=stated)
+    return SimpleNamespace(
+        resolved=load_config({"model": "owner/name", "dtype": "float32", "seed": 5, "server": server}, environ={}),
+        engine=None, checkpoint=checkpoint, facts=SimpleNamespace(vocab_size=260), max_model_len=64, request_options={},
+        components=SimpleNamespace(listing=list, observers=SimpleNamespace(notify=lambda *a, **k: None)), notes=["a note"])
+
+
+def test_the_models_sampling_defaults_hold_unless_switched_off(engine):
+    stated = {"temperature": 0.2, "top_k": None, "pad_token_id": 3}
+    on = Frontend(served_by(built(engine.tokenizer, stated)))
+    off = Frontend(served_by(built(engine.tokenizer, stated, generation_config=False)))
+    assert (on.sampling({}).temperature, off.sampling({}).temperature) == (0.2, 1.0)
+    assert on.sampling({"temperature": 0.9}).temperature == 0.9
+
+
+def test_a_model_that_does_not_sample_is_greedy_by_default():
+    assert defaults_of({"do_sample": False, "top_p": 0.9}) == {"temperature": 0.0, "top_p": 0.9}
+
+
+def test_names_keys_and_components_come_from_the_config(engine):
+    served = served_by(built(engine.tokenizer, {}))
+    assert (served.name, served.vocab_size, served.max_model_len, served.seed) == ("owner/name", 260, 64, 5)
+    assert (served.cache_key.model_revision, served.cache_key.dtype) == ("abc", "float32")
+    assert served.describe()["notes"] == ["a note"]
+    assert served_by(built(engine.tokenizer, {}, served_model_name="mine")).name == "mine"
+
+
+def test_a_template_file_replaces_the_models(engine, tmp_path):
+    assert served_by(built(engine.tokenizer, {})).chat_template == "model's"
+    file = tmp_path / "chat.jinja"
+    file.write_text("mine")
+    assert served_by(built(engine.tokenizer, {}, chat_template=str(file))).chat_template == "mine"
+    with pytest.raises(ConfigError, match=r"server\.chat_template.*cannot be read"):
+        served_by(built(engine.tokenizer, {}, chat_template=str(tmp_path / "nothing")))
+
+
+def test_a_broken_template_stops_the_start(engine):
+    with pytest.raises(ConfigError, match="chat template cannot be compiled"):
+        Frontend(Served("tiny", None, engine.tokenizer, 260, 64, chat_template="{% for %}"))  # type: ignore[arg-type]
+
+
+def test_bad_words_are_banned_at_the_beginning_and_behind_a_space(engine):
+    frontend = Frontend(Served("tiny", engine, engine.tokenizer, 260, 64))
+    (request,) = frontend.requests("x", [_prompt(engine, "a")], frontend.sampling({"bad_words": ["no"], "max_tokens": 1}))
+    assert set(request.bad_words_token_ids) == {tuple(engine.tokenizer.encode(word)) for word in ("no", " no")}
+
+
+def _prompt(engine, text):
+    from hotswap.server.frontend import Prompt
+
+    return Prompt(engine.tokenizer.encode(text), text)
+
+
+def test_seeds_of_choices_are_spread_and_fixed():
+    seeds = {derived_seed(seed, choice) for seed in range(50) for choice in range(20)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derived_seed(7, 0) == derived_seed(7, 0)
+
+
+def test_nothing_in_the_package_unpickles():
+    root = Path(__file__).parents[2]
+    for folder in ("core", "plugins", "server"):
+        for file in (root / folder).rglob("*.py"):
+            assert not re.search(r"^\s*(import|from) (pickle|dill|cloudpickle|marshal|shelve)\b|recv_pyobj|weights_only=False",
+                                 file.read_text(), re.M), file
