@@ -1,0 +1,138 @@
+"""Every command and every block of code in the documentation is run, or at least parsed, as it stands."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import click
+
+from hotswap.core.config import load_config
+from hotswap.core.config.check import check_config
+from hotswap.core.config.sources import parse_yaml
+from hotswap.core.interfaces.component import Component
+from hotswap.server.cli import main
+from hotswap.server.protocol.chat import ChatBody
+from hotswap.server.protocol.completions import CompletionBody
+
+BODIES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+OTHER_COMMANDS = {"python3", ".venv/bin/pip", ".venv/bin/pytest", "pytest", "ruff", "mypy", "lint-imports"}
+
+
+def parse(arguments: list[str]) -> list[click.Context]:
+    """The contexts of a command line, outermost first; a UsageError where it is wrong. Calls no command."""
+    command, name, contexts = main, "hotswap", []
+    while True:
+        context = command.make_context(name, list(arguments), parent=contexts[-1] if contexts else None)
+        contexts.append(context)
+        rest = [*context._protected_args, *context.args]
+        if not isinstance(command, click.Group) or not rest:
+            return contexts
+        name, command, arguments = command.resolve_command(context, rest)
+
+
+def hotswap_commands(line: str) -> list[list[str]]:
+    """The arguments of each hotswap command in a line of commands joined with ``&&``."""
+    words = [shlex.split(part, comments=True) for part in line.split("&&")]
+    return [command[1:] for command in words if command and command[0].rpartition("/")[2] == "hotswap"]
+
+
+def test_every_command_is_known(shell_line):
+    words = [shlex.split(part, comments=True) for part in shell_line.split("&&")]
+    assert all(command[0] in OTHER_COMMANDS | {"curl"} or command[0].endswith("hotswap") for command in words if command)
+
+
+def test_hotswap_commands_parse_and_their_configs_hold(shell_line, pages):
+    for arguments in hotswap_commands(shell_line):
+        values = parse(arguments)[-1].params
+        if values.get("config"):
+            config = pages.ROOT / values["config"]
+            load_config(config, values.get("sets", ()), environ={})
+
+
+def test_curl_lines_name_routes_and_fields_that_exist(shell_line, routes):
+    words = shlex.split(shell_line)
+    if words[0] != "curl":
+        return
+    path = next(word for word in words if word.startswith("http://")).removeprefix("http://127.0.0.1:8000")
+    assert path in routes
+    if "-d" in words:
+        body = BODIES[path].model_validate(json.loads(words[words.index("-d") + 1]))
+        body.refuse_unsupported()
+        assert not body.unknown_fields()
+
+
+def test_yaml_blocks_are_configs_that_pass_the_check(yaml_block, registry):
+    config = load_config(parse_yaml(yaml_block.code), environ={}).config
+    if yaml_block.mark != "plugin":  # those name a component of a package that the page describes
+        check_config(config, registry)
+
+
+def test_toml_blocks_parse(toml_block):
+    assert tomllib.loads(toml_block.code)
+
+
+def test_json_blocks_parse(json_block):
+    for line in json_block.code.splitlines():
+        json.loads(line)
+
+
+def test_python_blocks_parse_and_what_they_import_exists(python_block):
+    tree = ast.parse(python_block.code)
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").partition(".")[0] == "hotswap":
+            module = __import__(statement.module, fromlist=["_"])
+            missing = [alias.name for alias in statement.names if not hasattr(module, alias.name)]
+            assert not missing, f"{statement.module} has no {missing}"
+
+
+def test_classes_of_the_pages_define_all_that_their_kind_asks_for(python_block):
+    """A class whose base is one of our interfaces can be built."""
+    if "import Answer" not in python_block.code and "QueuePolicy" not in python_block.code:
+        return
+    if python_block.mark.startswith("plugin=test_"):
+        return
+    namespace: dict[str, object] = {}
+    exec(compile(python_block.code, str(python_block), "exec"), namespace)
+    ours = [value for value in namespace.values() if isinstance(value, type) and issubclass(value, Component)
+            and value.__module__ == "builtins"]
+    assert ours
+    assert all(cls().describe() for cls in ours)
+
+
+def test_the_tutorial_s_package_is_found_chosen_and_passes_its_tests(pages, tmp_path):
+    """The files of the tutorial, installed as a distribution, by the commands that the page names."""
+    page = pages.ROOT / "docs/writing-a-plugin.md"
+    for block in pages.blocks("python", page):
+        if block.mark.startswith("plugin="):
+            (tmp_path / block.mark.removeprefix("plugin=")).write_text(block.code)
+    points: dict[str, dict[str, str]] = {}
+    for block in pages.blocks("toml", page):
+        document = tomllib.loads(block.code)["project"]
+        for group, entries in document["entry-points"].items():
+            points.setdefault(group, {}).update(entries)
+    metadata = tmp_path / "hotswap_smallest_first-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hotswap-smallest-first\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("\n".join(
+        f"[{group}]\n" + "\n".join(f"{name} = {value}" for name, value in entries.items())
+        for group, entries in points.items()))
+    configs = [block for block in pages.blocks("yaml", page) if block.mark == "plugin"]
+    for number, block in enumerate(configs):
+        (tmp_path / f"{number}.yaml").write_text(block.code)
+
+    def run(*command: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(pages.ROOT / "src")])}
+        done = subprocess.run(
+            [sys.executable, "-m", *command], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120,
+            check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert re.search(r"queue_policy +smallest_first +hotswap-smallest-first +1.0 +queue_policy/1", run("hotswap", "plugins"))
+    assert "queue_policy:ageing" in run("hotswap", "config", "check", f"{len(configs) - 1}.yaml")
+    assert "passed" in run("pytest", "-q", "-p", "no:cacheprovider", "test_mine.py")
