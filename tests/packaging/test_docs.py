@@ -22,7 +22,7 @@ def keys():
     """Every key of core's, dotted, with its field; sections that name a component or hold keys are opened."""
     for name, field in Config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from ((f"{name}.{inner}", inner_field) for inner, inner_field in field.annotation.model_fields.items())
+            yield from ((f"{name}.{key}", inner) for key, inner in field.annotation.model_fields.items())
         else:
             yield name, field
 

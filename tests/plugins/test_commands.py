@@ -119,7 +119,7 @@ def test_a_name_that_two_packages_offer_ends_with_exit_code_2_until_one_is_chose
     install("rival", {"hotswap.scheduler": {"fake": "parts:FakeScheduler"}})
     result = run("config", "check", file())
     assert result.exit_code == 2
-    assert "scheduler 'fake' is offered by parts 1.0 and rival 1.0: choose 'parts:fake' or 'rival:fake'" in result.stderr
+    assert "'fake' is offered by parts 1.0 and rival 1.0: choose 'parts:fake' or 'rival:fake'" in result.stderr
     assert run("config", "check", file(scheduler="rival:fake")).exit_code == 0
     listed = run("plugins").output
     assert listed.count("ambiguous") == 2
