@@ -1,6 +1,7 @@
 """Paged attention with torch's scaled_dot_product_attention, on any device.
 
-Legend: T tokens, R rows, m queries of a row, L keys of a row, H query heads, K key-value heads, G = H / K, D head size.
+Legend: T tokens, R rows, m queries of a row, L keys of a row, P its pages, S tokens of a page, H query heads, K
+key-value heads, G = H / K, D head size.
 """
 
 from dataclasses import dataclass, field
@@ -31,46 +32,61 @@ Selection = slice | torch.Tensor
 
 @dataclass
 class _ShortRows:
-    """Rows of m queries each and of similar length. ``mask`` is [R, 1, 1 or m G, L] float32, added to the scores;
-    ``slots`` [R K L] says where their keys lie, head by head."""
+    """Rows of m queries each and of similar length. ``blocks`` [R K P] says which [S, D] blocks of the cache hold their
+    keys, head by head; ``mask`` is [R, 1, 1 or m G, P S] float32, added to the scores."""
 
     tokens: Selection
     rows: int
     queries: int
-    slots: torch.Tensor
+    blocks: torch.Tensor
     mask: torch.Tensor
 
 
 @dataclass
 class _LongRow:
-    """One row. Its keys are the batch's own ``tokens`` where nothing came before them, else gathered from ``slots``
-    [L]."""
+    """One row. Its keys are the batch's own ``tokens`` where nothing came before them, else in ``blocks`` [K P].
+    ``past`` counts the keys before its first query, from the first page that it can see."""
 
     tokens: slice
     past: int
-    slots: torch.Tensor | None
+    blocks: torch.Tensor | None
 
 
 @dataclass
 class _State:
+    """``slots`` [T K]: where each new token's vectors go, counted in vectors. ``opened``: pages that this step begins
+    and does not fill."""
+
     group: str
     shape: GroupShape
     device: str
     dtype: torch.dtype
     slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    opened: torch.Tensor | None = None
     short: list[_ShortRows] = field(default_factory=list)
     long: list[_LongRow] = field(default_factory=list)
     staircase: torch.Tensor = field(default_factory=lambda: torch.empty(BLOCK, 0))
     keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def gather(self, cache: Cache, slots: torch.Tensor, *size: int) -> Cache:
-        """Keys and values at ``slots``, each vector as wide as ``size`` ends, in workspaces that the next call reuses."""
-        width = size[-1]
-        pairs = zip(cache, (self.keys, self.values), strict=True)
+    @property
+    def block_size(self) -> int:
+        return self.shape.page_size * self.shape.head_dim
+
+    def write(self, cache: Cache, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The rest of a page that is begun is set to zero: what another request left there, perhaps NaN, is masked
+        when it is read, but NaN outlives any mask."""
+        for tensor, new in zip(cache, (k, v), strict=True):
+            if self.opened is not None:
+                tensor.index_fill_(0, self.opened, 0.0)
+            tensor.view(-1, self.shape.head_dim).index_copy_(0, self.slots, new.reshape(-1, self.shape.head_dim))
+
+    def gather(self, cache: Cache, blocks: torch.Tensor) -> Cache:
+        """Keys and values of ``blocks`` [N], flat, in workspaces that the next call reuses."""
+        size = self.block_size
         keys, values = (
-            torch.index_select(x.view(-1, width), 0, slots, out=space[: len(slots) * width].view(-1, width))
-            for x, space in pairs
+            torch.index_select(x.view(-1, size), 0, blocks, out=space[: len(blocks) * size].view(-1, size))
+            for x, space in zip(cache, (self.keys, self.values), strict=True)
         )
         return keys, values
 
@@ -87,8 +103,9 @@ class TorchAttention(AttentionBackend):
         return AttentionSupport(dtypes=("float32", "bfloat16", "float16"), rounding=1e-5)
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
-        """Two tensors [pages, page size, K, D]. Zeroed: uninitialised memory may hold NaN."""
-        size = (num_pages, shape.page_size, shape.kv_heads, shape.head_dim)
+        """Two tensors [pages, K, S, D], zeroed: uninitialised memory may hold NaN. A head's keys in a page are one
+        block, so that few long pieces are gathered, and a row's keys come out head by head."""
+        size = (num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
         dtype = getattr(torch, limits.dtype)
         return torch.zeros(size, dtype=dtype, device=limits.device), torch.zeros(size, dtype=dtype, device=limits.device)
 
@@ -99,14 +116,16 @@ class TorchAttention(AttentionBackend):
         pages = layout.groups[state.group]
         queries, lengths = np.asarray(layout.query_lens), np.asarray(layout.kv_lens_max)
         starts = np.concatenate(([0], np.cumsum(queries)[:-1]))
-        state.slots = pages.slots
+        state.slots = _by_head(pages.slots // pages.page_size, state).mul_(pages.page_size).add_(
+            (pages.slots % pages.page_size)[:, None]).flatten()
+        state.opened = _opened_pages(pages, queries, lengths)
         short = queries <= SHORT
         state.short = [
-            _plan_short(state, layout, pages, rows, queries[rows[0]], starts[rows], lengths[rows])
+            _plan_short(state, layout, pages, rows, int(queries[rows[0]]), starts[rows], lengths[rows])
             for rows in _alike(np.flatnonzero(short), queries, lengths, state.shape.window)
         ]
         state.long = [
-            _plan_long(pages, row, int(starts[row]), int(queries[row]), int(lengths[row]))
+            _plan_long(state, pages, row, int(starts[row]), int(queries[row]), int(lengths[row]))
             for row in np.flatnonzero(~short).tolist()
         ]
         _make_room(state, int(lengths[~short].max(initial=0)))
@@ -114,8 +133,7 @@ class TorchAttention(AttentionBackend):
     def run(
         self, state: _State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, out: torch.Tensor,
     ) -> None:
-        cache[0].flatten(0, 1).index_copy_(0, state.slots, k)
-        cache[1].flatten(0, 1).index_copy_(0, state.slots, v)
+        state.write(cache, k, v)
         for rows in state.short:
             _attend_short(state, rows, q, cache, out)
         for row in state.long:
@@ -124,15 +142,29 @@ class TorchAttention(AttentionBackend):
 
 def _make_room(state: _State, longest: int) -> None:
     """Workspaces and the mask of long rows grow to what this step needs, and stay."""
-    shape = state.shape
     if longest > state.staircase.shape[1]:
-        state.staircase = _staircase(_round_up(longest), shape.window, state.dtype).to(state.device)
-    most = max((len(rows.slots) * shape.head_dim for rows in state.short), default=0)
-    if any(row.slots is not None for row in state.long):
-        most = max(most, longest * shape.kv_heads * shape.head_dim)
+        state.staircase = _staircase(_round_up(longest), state.shape.window, state.dtype).to(state.device)
+    blocks = [rows.blocks for rows in state.short] + [row.blocks for row in state.long if row.blocks is not None]
+    most = max(map(len, blocks), default=0) * state.block_size
     if most > len(state.keys):
         state.keys = torch.empty(_round_up(most), dtype=state.dtype, device=state.device)
         state.values = torch.empty_like(state.keys)
+
+
+def _by_head(pages: torch.Tensor, state: _State) -> torch.Tensor:
+    """Page ids [..., N] -> the blocks [..., N, K] of their heads, counted in blocks."""
+    kv_heads = state.shape.kv_heads
+    return pages[..., None].long() * kv_heads + torch.arange(kv_heads, device=pages.device)
+
+
+def _opened_pages(pages: GroupLayout, queries: IntArray, lengths: IntArray) -> torch.Tensor | None:
+    """Ids of the pages in which a row ends that this step begins; None where there is none."""
+    last = (lengths - 1) // pages.page_size
+    rows = np.flatnonzero((lengths - queries <= last * pages.page_size) & (lengths % pages.page_size > 0))
+    if not len(rows):
+        return None
+    index = torch.from_numpy(np.stack([rows, last[rows]])).to(pages.page_table.device)
+    return pages.page_table[index[0], index[1]].long()
 
 
 def _alike(rows: IntArray, queries: IntArray, lengths: IntArray, window: int | None) -> list[IntArray]:
@@ -152,36 +184,36 @@ def _plan_short(
     state: _State, layout: BatchLayout, pages: GroupLayout, rows: IntArray, queries: int, starts: IntArray,
     lengths: IntArray,
 ) -> _ShortRows:
-    """Positions beyond a row's length read its last key again and are masked: what lies in pages beyond it (another
-    request's leavings, perhaps NaN) is never touched."""
-    m, window, size, kv_heads = int(queries), state.shape.window, pages.page_size, state.shape.kv_heads
-    most = int(lengths.max()) if window is None else min(int(lengths.max()), m + window - 1)
+    """Where a row has fewer pages than the longest of its class, its last one is read again, and masked."""
+    m, window, size = queries, state.shape.window, pages.page_size
+    oldest = np.zeros_like(lengths) if window is None else np.maximum(lengths - m - window + 1, 0)
+    most = int((-(-lengths // size) - oldest // size).max())
     index = torch.from_numpy(rows).to(state.device)
     ends = layout.kv_lens[index].long()[:, None]
-    first = torch.zeros_like(ends) if window is None else (ends - m - window + 1).clamp_(min=0)
-    positions = first + torch.arange(most, device=state.device)
-    inside = torch.minimum(positions, ends - 1)
-    slots = pages.page_table[index].gather(1, inside // size).long() * size + inside % size
-    heads = torch.arange(kv_heads, device=state.device)[:, None]
-    slots_RKL = slots[:, None] * kv_heads + heads
+    first = torch.zeros_like(ends) if window is None else (ends - m - window + 1).clamp_(min=0) // size
+    logical = first + torch.arange(most, device=state.device)
+    blocks = _by_head(pages.page_table[index].gather(1, torch.minimum(logical, (ends - 1) // size)), state)
+    positions = (logical[:, :, None] * size + torch.arange(size, device=state.device)).flatten(1)
     asking = (ends - m + torch.arange(m, device=state.device))[:, :, None]
     visible = positions[:, None] <= asking
     if window is not None:
         visible &= positions[:, None] > asking - window
     mask = torch.zeros(visible.shape, device=state.device).masked_fill_(~visible, float("-inf"))
     if m > 1:
-        mask = mask.repeat_interleave(state.shape.heads // kv_heads, dim=1)
+        mask = mask.repeat_interleave(state.shape.heads // state.shape.kv_heads, dim=1)
     tokens = (starts[:, None] + np.arange(m)).ravel()
-    return _ShortRows(_selection(tokens, state.device), len(rows), m, slots_RKL.flatten(), mask[:, None])
+    return _ShortRows(
+        _selection(tokens, state.device), len(rows), m, blocks.transpose(1, 2).flatten(), mask[:, None])
 
 
-def _plan_long(pages: GroupLayout, row: int, start: int, queries: int, length: int) -> _LongRow:
+def _plan_long(state: _State, pages: GroupLayout, row: int, start: int, queries: int, length: int) -> _LongRow:
     tokens, past = slice(start, start + queries), length - queries
     if past == 0:
         return _LongRow(tokens, past, None)
-    positions = torch.arange(length, device=pages.page_table.device)
-    slots = pages.page_table[row].long()[positions // pages.page_size] * pages.page_size + positions % pages.page_size
-    return _LongRow(tokens, past, slots)
+    window, size = state.shape.window, pages.page_size
+    first = 0 if window is None else max(0, past - window + 1) // size
+    blocks = _by_head(pages.page_table[row, first : -(-length // size)], state)
+    return _LongRow(tokens, past - first * size, blocks.t().flatten())
 
 
 def _attend_short(state: _State, rows: _ShortRows, q: torch.Tensor, cache: Cache, out: torch.Tensor) -> None:
@@ -189,18 +221,18 @@ def _attend_short(state: _State, rows: _ShortRows, q: torch.Tensor, cache: Cache
     group = shape.heads // shape.kv_heads
     q_RKXD = q[rows.tokens].reshape(n, m, shape.kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
     k_RKLD, v_RKLD = (
-        x.view(n, shape.kv_heads, -1, shape.head_dim) for x in state.gather(cache, rows.slots, shape.head_dim)
+        x.view(n, shape.kv_heads, -1, shape.head_dim) for x in state.gather(cache, rows.blocks)
     )
     o_RKXD = _explicit(q_RKXD, k_RKLD, v_RKLD, rows.mask, shape)
     out[rows.tokens] = o_RKXD.view(n, shape.kv_heads, m, group, -1).transpose(1, 2).reshape(n * m, shape.heads, -1)
 
 
 def _keys_of(state: _State, row: _LongRow, k: torch.Tensor, v: torch.Tensor, cache: Cache) -> Cache:
-    """A long row's keys and values [L, K, D], from its first token."""
-    if row.slots is None:
-        return k[row.tokens], v[row.tokens]
-    keys, values = state.gather(cache, row.slots, state.shape.kv_heads * state.shape.head_dim)
-    size = (len(row.slots), state.shape.kv_heads, state.shape.head_dim)
+    """A long row's keys and values [K, L, D], as far as it can see."""
+    if row.blocks is None:
+        return k[row.tokens].transpose(0, 1), v[row.tokens].transpose(0, 1)
+    keys, values = state.gather(cache, row.blocks)
+    size = (state.shape.kv_heads, -1, state.shape.head_dim)
     return keys.view(size), values.view(size)
 
 
@@ -213,7 +245,7 @@ def _attend_long(state: _State, row: _LongRow, q: torch.Tensor, keys: Cache, out
         end = min(begin + BLOCK, count)
         first = 0 if shape.window is None else max(0, past + begin - shape.window + 1)
         mask = state.staircase[begin - end:, first - past - end:]
-        k_KGLD, v_KGLD = (x[first : past + end].transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in keys)
+        k_KGLD, v_KGLD = (x[:, None, first : past + end].expand(-1, group, -1, -1) for x in keys)
         o_KGnD = attend(q_nKGD[begin:end].permute(1, 2, 0, 3), k_KGLD, v_KGLD, mask, shape)
         o_nHD[begin:end] = o_KGnD.permute(2, 0, 1, 3).flatten(1, 2)
 
