@@ -56,7 +56,7 @@ def served_by(built: "Built") -> Served:
     config, checkpoint = built.resolved.config, built.checkpoint
     source = config.model.source
     return Served(
-        name=config.server.served_model_name or (Path(source).stem if Path(source).exists() else source),
+        name=config.server.served_model_name or (Path(source).name.removesuffix(".gguf") if Path(source).exists() else source),
         engine=built.engine, tokenizer=checkpoint.tokenizer(), vocab_size=built.facts.vocab_size,
         max_model_len=built.max_model_len, eos_token_ids=checkpoint.eos_token_ids(built.facts.vocab_size),
         cache_key=CacheKey(model_revision=checkpoint.revision, dtype=config.dtype),

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -113,7 +114,10 @@ class Metrics(Observer):
     @hookimpl
     def hotswap_engine_started(self, versions: dict[str, str], config: dict[str, Any], time: float) -> None:
         server, model = config.get("server", {}), config.get("model", {})
-        self._model = server.get("served_model_name") or model.get("name") or model.get("path") or ""
+        source = model.get("path") or model.get("name") or ""
+        # The last part of a path only: labels are read by people who need not know where the files lie.
+        named = Path(source).name.removesuffix(".gguf") if Path(source).exists() else source
+        self._model = server.get("served_model_name") or named
         if server.get("metrics_vllm_alias") and "vllm:" not in self._prefixes:
             self._prefixes.append("vllm:")
 

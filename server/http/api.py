@@ -62,10 +62,9 @@ class Api:
     def checked(self, body: B) -> tuple[B, dict[str, str]]:
         body.refuse_unsupported()
         headers = self._unknown.check(body.unknown_fields(), body.known_fields())
-        name = getattr(body, "model", None)
-        if name is not None and name != self.model_name:
+        if body.model is not None and body.model != self.model_name:
             raise ApiError(
-                404, f"There is no model {name[:100]!r} here; this server has {self.model_name!r}.", "model",
+                404, f"There is no model {body.model[:100]!r} here; this server has {self.model_name!r}.", "model",
                 "model_not_found")
         return body, headers
 
@@ -73,14 +72,10 @@ class Api:
         given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         if isinstance(given[0], int):
             given = [given]
-        special = body.add_special_tokens is not False
-        prompts = []
-        for item in given:
-            if isinstance(item, str):
-                prompts.append(Prompt(await self.encode(item, special), item))
-            else:
-                prompts.append(Prompt(item))
-        return prompts
+        return [
+            Prompt(await self.encode(item, body.add_special_tokens), item) if isinstance(item, str) else Prompt(item)
+            for item in given
+        ]
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) > LONG_TEXT:

@@ -1,12 +1,12 @@
 """``/v1/chat/completions``: the request's fields, and the shapes of the answer."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from hotswap.core.errors import RequestError
 from hotswap.core.request import MAX_LOGPROBS
-from hotswap.server.protocol.common import GenerationBody
+from hotswap.server.protocol.common import Body, GenerationBody
 
 
 class Message(BaseModel):
@@ -44,7 +44,7 @@ class Message(BaseModel):
         return "\n".join(texts)
 
 
-class ChatPrompt(GenerationBody):
+class ChatPrompt(Body):
     """What makes a prompt of messages; shared with ``/tokenize``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -65,9 +65,7 @@ class ChatPrompt(GenerationBody):
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
-class ChatBody(ChatPrompt):
-    OTHERWISE_READ: ClassVar[frozenset[str]] = frozenset({"logprobs", "max_tokens"})
-
+class ChatBody(ChatPrompt, GenerationBody):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """By default as many as fit into the context."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

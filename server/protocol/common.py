@@ -5,7 +5,7 @@ label a request, for the provider's books, are accepted.
 """
 
 from collections.abc import Mapping, Set
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,8 +14,9 @@ from hotswap.core.request import SamplingParams
 
 SAMPLING_FIELDS = frozenset(SamplingParams.model_fields)
 
-LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Fields of OpenAI's API that change nothing about the answer."""
+LABELS = frozenset({
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
+"""Fields of OpenAI's API that change nothing about an answer without tools."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_grammar": (),
@@ -24,47 +25,45 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,), "store": (False,), "structured_outputs": (), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "truncate_prompt_tokens": (), "use_beam_search": (False,),
-    "verbosity": ("medium",), "web_search_options": (), "documents": ([],),
+    "verbosity": ("medium",), "web_search_options": (), "documents": ([],), "add_special_tokens": (),
 }
 """Known fields that are not honoured yet -> values that ask for nothing, besides null."""
-
-INDIFFERENT = frozenset({"parallel_tool_calls"})
-"""Says something only about tools, which are refused by themselves."""
 
 Id = Annotated[int, Field(ge=0)]
 
 
 class Body(BaseModel):
-    """Fields that it does not declare are kept, to be sorted by :meth:`sort`."""
+    """Fields that it does not declare are kept: they are sampling's, or labels, or unsupported, or unknown."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
-    OTHERWISE_READ: ClassVar[Set[str]] = frozenset()
-    """Sampling fields that this body declares itself, with another meaning."""
+    ELSEWHERE: ClassVar[Set[str]] = frozenset()
+    """Fields that are honoured though they are not declared."""
 
-    def sampling_fields(self) -> dict[str, Any]:
-        return {k: v for k, v in self._others.items() if k in SAMPLING_FIELDS - self.OTHERWISE_READ}
+    model: str | None = None
+    """By default the model that is served."""
 
     def unknown_fields(self) -> list[str]:
-        passive = SAMPLING_FIELDS | LABELS | INDIFFERENT | UNSUPPORTED.keys()
-        return [name for name in self._others if name not in passive]
+        """Nothing reads them."""
+        return [name for name in self.others if name not in self.ELSEWHERE | LABELS | UNSUPPORTED.keys()]
 
     def known_fields(self) -> Set[str]:
-        return SAMPLING_FIELDS | LABELS | UNSUPPORTED.keys() | type(self).model_fields.keys()
+        return self.ELSEWHERE | type(self).model_fields.keys()
 
     def refuse_unsupported(self) -> None:
         """RequestError for the first field that asks for something that this server does not do."""
-        for name, value in self._others.items():
+        for name, value in self.others.items():
             if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
                 raise RequestError(f"{name} is not supported by this server; leave it out", name, "unsupported_field")
 
     @property
-    def _others(self) -> Mapping[str, Any]:
+    def others(self) -> Mapping[str, Any]:
+        """What was sent and is not declared."""
         return self.model_extra or {}
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     include_usage: bool = False
     """One more chunk, with the usage and no choices, before the end."""
@@ -75,8 +74,8 @@ class StreamOptions(BaseModel):
 class GenerationBody(Body):
     """Common to completions and chat completions."""
 
-    model: str | None = None
-    """By default the model that is served."""
+    ELSEWHERE: ClassVar[Set[str]] = SAMPLING_FIELDS
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -85,9 +84,14 @@ class GenerationBody(Body):
     """Requests share cached prefixes only with requests of the same salt (and API key, where there are several)."""
     return_token_ids: bool = False
     """Put ``token_ids`` beside each choice's text, and ``prompt_token_ids`` into the answer."""
-    add_special_tokens: bool | None = None
-    """Whether the tokenizer's own BOS goes before the prompt; by default so for completions, and not for chat, where the
-    template decides."""
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Those that ``SamplingParams`` declares and this body does not."""
+        return {name: value for name, value in self.others.items() if name in SAMPLING_FIELDS}
+
+    def unknown_fields(self) -> list[str]:
+        nested = (self.stream_options.model_extra or {}) if self.stream_options else {}
+        return [*super().unknown_fields(), *(f"stream_options.{name}" for name in nested)]
 
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -98,14 +102,10 @@ class GenerationBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-B = TypeVar("B", bound=Body)
-
-
 def schema_of(model: type[Body]) -> dict[str, Any]:
     """The body's JSON schema, sampling fields included, for the API's own description."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
-    sampling = SamplingParams.model_json_schema()["properties"]
-    schema["properties"] = {**{k: v for k, v in sampling.items() if k not in model.OTHERWISE_READ},
-                            **schema["properties"]}
+    if model.ELSEWHERE:
+        schema["properties"] = {**SamplingParams.model_json_schema()["properties"], **schema["properties"]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,6 +1,6 @@
 """``/v1/completions``: the request's fields, and the shapes of the answer."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
@@ -11,8 +11,6 @@ TokenIds = Annotated[list[Id], Field(min_length=1)]
 
 
 class CompletionBody(GenerationBody):
-    OTHERWISE_READ: ClassVar[frozenset[str]] = frozenset({"max_tokens"})
-
     prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     """A text, token ids, or a list of either; one answer has the choices of all, in order."""
     @field_validator("prompt", mode="wrap")
@@ -27,6 +25,8 @@ class CompletionBody(GenerationBody):
     """By default as many as fit into the context. 0 with ``echo``: only the prompt and its logprobs."""
     echo: bool = False
     """Put the prompt before the completion, in text and logprobs."""
+    add_special_tokens: bool = True
+    """Put BOS before a text where the model is used to it."""
     best_of: int | None = None
     """Only as many as ``n``."""
 

@@ -5,7 +5,6 @@ from hotswap.server.protocol.common import Body, Id
 
 
 class TokenizeText(Body):
-    model: str | None = None
     prompt: str
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -16,5 +15,4 @@ class TokenizeChat(ChatPrompt):
 
 
 class DetokenizeBody(Body):
-    model: str | None = None
     tokens: list[Id]

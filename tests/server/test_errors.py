@@ -177,6 +177,10 @@ def test_unknown_fields_are_named_in_a_header_and_logged_once(start, caplog):
             assert "x-evil" not in answer.headers
     assert sum("temprature" in record.getMessage() for record in caplog.records) == 1
     assert "x-hotswap-warning" in server.complete(stream=True, temprature=0).headers
+    nested = server.complete(stream=True, stream_options={"include_usages": True})
+    assert "stream_options.include_usages" in nested.headers["x-hotswap-warning"]
+    unread = server.post("/tokenize", {"prompt": "x", "temperature": 0})
+    assert "temperature" in unread.headers["x-hotswap-warning"]
 
 
 def test_strict_mode_refuses_unknown_fields_with_a_hint(start):
