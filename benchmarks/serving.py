@@ -16,7 +16,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -111,7 +110,6 @@ class Server:
     """``hotswap serve`` in a process of its own, and a light client: one connection a request."""
 
     def __init__(self, config: Path, sets: Sequence[str]) -> None:
-        self._log = tempfile.TemporaryFile()
         flags = [word for text in [*sets, "server.port=0"] for word in ("--set", text)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hotswap", "serve", str(config), *flags], stderr=subprocess.STDOUT,

@@ -31,7 +31,7 @@ def serve(resolved: ResolvedConfig, *, progress: bool = True) -> None:
     with bind(settings.host, settings.port) as listener:
         built = build_engine(resolved, progress=progress)
         try:
-            for note in (*resolved.warnings, *built.notes):
+            for note in built.notes:
                 logger.warning("%s", note)
             serve_on(listener, served_by(built), settings)
         finally:

@@ -86,7 +86,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     rig.add("long", [i % 13 for i in range(600)], 2)
     rig.loop.turn()
     rig.add("short", [1, 2, 3], 1)
-    for turn in range(1, 5):
+    for _ in range(1, 5):
         rig.loop.turn()
         if rig.client.endings("short"):
             break
