@@ -5,6 +5,7 @@ import torch
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.kvcache import CacheSpec
+from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.speculator import Drafts, SpeculatorNeeds
 from hotswap.core.request import SamplingParams
 from hotswap.plugins.logits_processors.penalties import Penalties
@@ -125,6 +126,44 @@ def test_penalties_count_kept_tokens_only(make_host, script, plans, prompts):
     for host in (plain, drafting):
         host.new("d", prompts["d"], frequent)
     assert plain.generate("d", 40) == drafting.generate("d", 40, drafts=3)
+
+
+class Recorder(LogitsProcessor):
+    """Makes token 0 the best, and remembers what it was told."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.kept = [], []
+
+    def wants(self, request):
+        return True
+
+    def begin(self, request): ...
+
+    def apply(self, logits, rows):
+        self.rows += rows
+        logits[:, 0] = 1000.0
+
+    def accept(self, request, kept):
+        self.kept += kept
+
+
+def test_a_processor_is_told_the_drafts_before_each_position(make_host, script, prompts):
+    recorder = Recorder()
+    host = make_host(processors=[recorder], speculator=script(lambda *asked: [0, 0, 5]))
+    host.new("d", prompts["d"])
+    host.row("d", 9, drafts=3)
+    host.step()
+    assert recorder.rows == [(0, "d", ()), (1, "d", (0,)), (2, "d", (0, 0)), (3, "d", (0, 0, 5))]
+    assert recorder.kept == [0, 0, 0]
+
+
+def test_logprobs_are_those_of_the_model_before_processors(make_host, prompts, reference):
+    host = make_host(processors=[Recorder()])
+    host.new("d", prompts["d"], SamplingParams(temperature=0, logprobs=0))
+    (entry,) = host.prefill("d").logprobs
+    expected = reference.logits(prompts["d"])[-1].log_softmax(-1)
+    assert (entry.token_id, entry.logprob) == (0, pytest.approx(expected[0].item(), abs=1e-4))
 
 
 def test_prompt_lookup_says_the_same_in_fewer_steps(make_host, reference, prompts):

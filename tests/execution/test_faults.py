@@ -18,17 +18,20 @@ from hotswap.plugins.speculators.none import NoSpeculator
 
 
 class Ban(LogitsProcessor):
-    """Bans all tokens of the requests in ``victims``, from step to step; remembers whose state it holds."""
+    """Bans all tokens of the requests in ``victims``, once; remembers whose state it holds and what was kept."""
 
     def __init__(self, victims=()):
         super().__init__()
-        self.victims, self.held, self.raises = set(victims), set(), None
+        self.victims, self.held, self.raises, self.kept = set(victims), set(), None, []
 
     def wants(self, request):
         return True
 
     def begin(self, request):
         self.held.add(request.id)
+
+    def accept(self, request, kept):
+        self.kept.append((request, *kept))
 
     def end(self, request):
         self.held.remove(request)
@@ -39,6 +42,7 @@ class Ban(LogitsProcessor):
         for row in rows:
             if row.request in self.victims:
                 logits[row.index] = -torch.inf
+                self.victims.remove(row.request)
 
 
 def start(host, prompts, names):
@@ -71,25 +75,28 @@ def test_pages_of_a_row_of_nan_can_be_used_again(make_host, reference, prompts, 
         assert host.generate(name, 4) == reference.greedy(prompts[name], 5)[1:]
 
 
-def test_rows_of_a_failed_request_fail_until_it_is_dropped(make_host, reference, prompts, poison):
-    host = make_host()
-    host.new("sick", [poison])
-    host.row("sick", 1)
+def test_rows_of_a_failed_request_fail_until_it_is_dropped(make_host, reference, prompts):
+    ban = Ban("d")
+    host = make_host(processors=[ban])
+    host.new("d", prompts["d"])
+    host.row("d", 9)
     first = host.take()
-    host.row("sick")
+    host.row("d")
     second = host.take()
     verdicts = [host.worker.execute(message) for message in (first, second)]
     assert verdicts[1].rows[0].error == verdicts[0].rows[0].error
-    host.drop("sick")
-    host.new("sick", prompts["a"])
-    assert host.generate("sick", 3) == reference.greedy(prompts["a"], 3)
+    host.drop("d")
+    host.new("d", prompts["a"])
+    assert host.generate("d", 3) == reference.greedy(prompts["a"], 3)
 
 
 def test_a_row_without_candidates_fails_alone(make_host, reference, prompts):
-    host = make_host(processors=[Ban("d")])
+    ban = Ban("d")
+    host = make_host(processors=[ban])
     rows = start(host, prompts, "ad")
     assert "no token is left" in rows["d"].error
     assert rows["a"].kept == reference.greedy(prompts["a"], 1)
+    assert ban.kept == [("a", *rows["a"].kept)]
 
 
 def test_an_exception_in_the_model_fails_the_step_and_not_the_next(make_host, model, reference, prompts):
