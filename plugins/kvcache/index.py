@@ -8,7 +8,7 @@ from hotswap.plugins.kvcache.pool import PagePool
 
 
 class IndexedPool(PagePool):
-    """``policy`` chooses which cached page is emptied when no other is. ``on_evict`` is told each digest that leaves."""
+    """``policy`` chooses which cached page is evicted when none is empty."""
 
     def __init__(self, group: str, num_pages: int, policy: EvictionPolicy) -> None:
         super().__init__(group, num_pages)

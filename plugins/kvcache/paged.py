@@ -1,4 +1,4 @@
-"""Pages of a fixed size, given out one by one as a request grows (PagedAttention: Kwon et al., 2023), without an index."""
+"""Pages of a fixed size, given out one by one as a request grows, without an index (Kwon et al., 2023)."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from hotswap.plugins.kvcache.tables import Table, TableKVCache
 
 
 class PagedKVCache(TableKVCache):
-    """Pages without a prefix index. Choose it where no two requests share a prefix, or to measure what the index brings.
+    """Pages without a prefix index. Choose it where no requests share a prefix, or to measure what the index brings.
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
     """

@@ -26,7 +26,7 @@ from hotswap.plugins.kvcache.tables import NEVER, Table
 
 
 class Hit(NamedTuple):
-    """What :attr:`Match.opaque` holds: the pages found per group, and the state of the indexes that they were found in."""
+    """What :attr:`Match.opaque` holds: the pages found per group, and how many had left the indexes by then."""
 
     chain: Chain
     pages: tuple[list[int], ...]
@@ -270,10 +270,10 @@ class PrefixKVCache(PagedKVCache):
         for pool in self._indexes:
             for page, node in pool.nodes.items():
                 if pool.pages.get(node.digest) != page:
-                    raise KVInvariantError(f"group {pool.group!r}: page {page} is indexed, but its digest leads to page "
-                                           f"{pool.pages.get(node.digest)}")
+                    raise KVInvariantError(f"group {pool.group!r}: page {page} is indexed, but its digest leads to "
+                                           f"page {pool.pages.get(node.digest)}")
                 if node.parent is None or self.digest(node.parent.digest, node.tokens) != node.digest:
-                    raise KVInvariantError(f"group {pool.group!r}: page {page} is indexed under a digest of other tokens")
+                    raise KVInvariantError(f"group {pool.group!r}: page {page} is indexed under another page's digest")
             if pool.pages.keys() != {node.digest for node in pool.nodes.values()}:
                 raise KVInvariantError(f"group {pool.group!r}: digests lead to pages that are not indexed")
         self._check_content()

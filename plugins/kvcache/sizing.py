@@ -57,5 +57,5 @@ def require_room(num_pages: int, needed: int, page_size: int, num_bytes: int, co
         f"one request of max_model_len={constraints.max_model_len} tokens needs {needed} pages of {page_size} tokens, "
         f"but only {available} pages are available ({source}, {num_bytes} bytes for the cache, one page a group kept "
         f"as the dummy page); give the cache more room or lower max_model_len to {available * page_size}",
-        "kvcache.num_blocks" if constraints.num_pages is not None else "kvcache",
+        "kvcache.num_blocks" if constraints.num_pages is not None else "kvcache.memory",
     )
