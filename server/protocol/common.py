@@ -14,9 +14,11 @@ from hotswap.core.request import SamplingParams
 
 SAMPLING_FIELDS = frozenset(SamplingParams.model_fields)
 
-LABELS = frozenset({
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
-"""Fields of OpenAI's API that change nothing about an answer without tools."""
+LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+"""Fields of OpenAI's API that change nothing about the answer."""
+
+INDIFFERENT = frozenset({"parallel_tool_calls"})
+"""Says something only about tools, which are refused by themselves."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_grammar": (),
@@ -25,7 +27,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,), "store": (False,), "structured_outputs": (), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "truncate_prompt_tokens": (), "use_beam_search": (False,),
-    "verbosity": ("medium",), "web_search_options": (), "documents": ([],), "add_special_tokens": (),
+    "verbosity": ("medium",), "web_search_options": (), "documents": ([],)
 }
 """Known fields that are not honoured yet -> values that ask for nothing, besides null."""
 
@@ -45,7 +47,7 @@ class Body(BaseModel):
 
     def unknown_fields(self) -> list[str]:
         """Nothing reads them."""
-        return [name for name in self.others if name not in self.ELSEWHERE | LABELS | UNSUPPORTED.keys()]
+        return [name for name in self.others if name not in self.ELSEWHERE | LABELS | INDIFFERENT | UNSUPPORTED.keys()]
 
     def known_fields(self) -> Set[str]:
         return self.ELSEWHERE | type(self).model_fields.keys()

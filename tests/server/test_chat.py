@@ -150,7 +150,6 @@ def test_template_variables_are_passed_on(start, engine):
     {"functions": [{"name": "f"}]}, {"response_format": {"type": "json_object"}}, {"structured_outputs": {"json": {}}},
     {"audio": {"voice": "x"}}, {"modalities": ["audio"]}, {"reasoning_effort": "high"}, {"store": True},
     {"web_search_options": {}}, {"prediction": {"type": "content"}}, {"truncate_prompt_tokens": 5}, {"use_beam_search": True},
-    {"add_special_tokens": True},
 ])
 def test_what_is_not_honoured_yet_is_refused_by_name(server, fields):
     (name,) = fields
