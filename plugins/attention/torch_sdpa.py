@@ -4,6 +4,7 @@ Legend: T tokens, R rows, m queries of a row, L keys of a row, P its pages, S to
 key-value heads, G = H / K, D head size.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,7 +108,7 @@ class TorchAttention(AttentionBackend):
         block, so that few long pieces are gathered, and a row's keys come out head by head."""
         size = (num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
         dtype = getattr(torch, limits.dtype)
-        return torch.zeros(size, dtype=dtype, device=limits.device), torch.zeros(size, dtype=dtype, device=limits.device)
+        return _zeros(size, dtype, limits.device), _zeros(size, dtype, limits.device)
 
     def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> _State:
         return _State(group, shape, limits.device, getattr(torch, limits.dtype))
@@ -279,6 +280,14 @@ def _staircase(length: int, window: int | None, dtype: torch.dtype) -> torch.Ten
     if window is not None:
         hidden |= keys <= asking - window
     return torch.zeros(BLOCK, length, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """On a CPU numpy asks the system for zeroed memory, which costs nothing until it is written: a large cache is there
+    at once, and takes what it holds. torch would write every zero."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
 
 
 def _selection(tokens: IntArray, device: str) -> Selection:

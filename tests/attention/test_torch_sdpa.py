@@ -1,10 +1,13 @@
 """The torch backend passes the conformance kit, and the kit fails backends that deserve it."""
 
+import resource
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from hotswap.core.interfaces.attention import BatchLimits, GroupShape
 from hotswap.core.testing.attention import AttentionCase, attention_cases, check_attention
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 
@@ -12,6 +15,17 @@ from hotswap.plugins.attention.torch_sdpa import TorchAttention
 @pytest.mark.parametrize("case", attention_cases(TorchAttention().support()), ids=str)
 def test_agrees_with_dense_attention(case):
     check_attention(TorchAttention(), case)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+def test_a_large_cache_takes_memory_only_when_it_is_written():
+    limits, pages = BatchLimits(1, 1, 1, "cpu", "bfloat16"), 1 << 19
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    keys, values = TorchAttention().allocate(GroupShape(1, 1, 64, 16, 1.0), pages, limits)  # 1 GiB each
+    assert keys.shape == values.shape == (pages, 1, 16, 64)
+    assert keys.dtype == torch.bfloat16
+    assert not keys[-1].any()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19  # KiB
 
 
 class ShapeDropper(TorchAttention):
