@@ -60,14 +60,11 @@ class TokenChooser:
     def begin(self, new: NewRequest) -> None:
         self.end(new.id)
         self._table.add(new.id, new.sampling, new.seed)
-        wanted = []
         for processor in self._processors:
             with blaming(processor, "begin"):
                 if processor.wants(new):
                     processor.begin(new)
-                    wanted.append(processor)
-        if wanted:
-            self._wanted[new.id] = tuple(wanted)
+                    self._wanted[new.id] = (*self._wanted.get(new.id, ()), processor)
 
     def end(self, request: str) -> None:
         self._table.remove(request)

@@ -12,12 +12,13 @@ from itertools import pairwise, takewhile
 import numpy as np
 import torch
 
+from hotswap.core.errors import ComponentError
 from hotswap.core.execution.buffers import RequestTable, Tenant
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser, blaming
 from hotswap.core.execution.layout import BatchLayout, IntArray, batch_layout, token_positions
 from hotswap.core.execution.logprobs import prompt_logprobs
-from hotswap.core.execution.messages import RowVerdict, StepMessage, Suspended, Verdict
+from hotswap.core.execution.messages import NewRequest, RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.scheduler import Row
 from hotswap.core.interfaces.speculator import ProposeRow, Speculator
@@ -64,8 +65,8 @@ class ModelRunner:
         verdict = Verdict(message.step_id)
         try:
             begun = self._clock()
-            self._suspend(message, verdict)
-            self._change_tables(message)
+            gone = self._change_tables(message, verdict)
+            self._tell(gone, message.new)
             verdict.durations["prepare"] = self._clock() - begun
             if message.rows:
                 self._run_rows(message.rows, verdict)
@@ -76,31 +77,36 @@ class ModelRunner:
             self._table.fail((row.request for row in message.rows), verdict.error)
         return verdict
 
-    def _suspend(self, message: StepMessage, verdict: Verdict) -> None:
-        """Pages are not saved elsewhere, so that a suspended request is forgotten and comes again as new."""
+    def _change_tables(self, message: StepMessage, verdict: Verdict) -> list[str]:
+        """Everything that the message changes, in its order; returns who is gone. No plugin runs in here: were one to
+        raise, grants would be lost that the host relies on."""
         for request, _ in message.suspensions:
+            # Its pages are not saved elsewhere, so that it is forgotten and comes again as new.
             if self._table.get(request) is not None:
                 verdict.suspended.append(Suspended(request, self._table.lengths(request)))
-        self._forget([request for request, _ in message.suspensions])
-
-    def _forget(self, requests: Sequence[str]) -> None:
-        gone = [request for request in requests if self._table.remove(request)]
-        for request in gone:
-            self._chooser.end(request)
-        if gone and self._lookahead:
-            with blaming(self._speculator, "forget"):
-                self._speculator.forget(gone)
-
-    def _change_tables(self, message: StepMessage) -> None:
-        self._forget(message.drops)
+        leaving = [*(request for request, _ in message.suspensions), *message.drops]
+        gone = [request for request in leaving if self._table.remove(request)]
         for new in message.new:
             self._table.add(new)
-            self._chooser.begin(new)
         for request, computed in message.resumes:
             self._table.resume(request, computed)
         for request, grant in message.grants:
             self._table.grant(request, grant)
             self._cache.copy_pages(grant)
+        return gone
+
+    def _tell(self, gone: Sequence[str], arrived: Sequence[NewRequest]) -> None:
+        """Let the parts that hold state of their own know."""
+        for request in gone:
+            self._chooser.end(request)
+        if gone and self._lookahead:
+            with blaming(self._speculator, "forget"):
+                self._speculator.forget(gone)
+        for new in arrived:
+            try:
+                self._chooser.begin(new)
+            except ComponentError as error:
+                self._table.fail([new.id], str(error))
 
     def _run_rows(self, rows: Sequence[Row], verdict: Verdict) -> None:
         times = [self._clock()]

@@ -14,6 +14,7 @@ from hotswap.core.interfaces.parallel import RankPlan
 from hotswap.core.interfaces.scheduler import Row
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 from hotswap.plugins.parallel.inline import InlineExecutor
+from hotswap.plugins.speculators.ngram import NgramSpeculator
 from hotswap.plugins.speculators.none import NoSpeculator
 
 
@@ -178,6 +179,36 @@ def test_processors_hold_state_of_live_requests_only(make_host, prompts):
     host.new("e", prompts["e"])
     host.step()
     assert ban.held == {"e"}
+
+
+def test_a_request_that_a_processor_cannot_begin_fails_alone(make_host, reference, prompts):
+    class Picky(Ban):
+        def begin(self, request):
+            if request.id == "d":
+                raise ValueError("planted")
+
+    before = Ban()
+    host = make_host(processors=[before, Picky()])
+    rows = start(host, prompts, "dae")
+    assert "'logits_processor:Picky' raised in begin: ValueError: planted" in rows["d"].error
+    for name in "ae":
+        assert rows[name].kept == reference.greedy(prompts[name], 1)
+    host.drop("d")
+    host.step()
+    assert before.held == {"a", "e"}
+
+
+def test_a_plugin_that_raises_between_steps_loses_no_grant(make_host, reference, prompts):
+    class Broken(NgramSpeculator):
+        def forget(self, request_ids):
+            raise ValueError("planted")
+
+    host = make_host(page_size=4, speculator=Broken())
+    start(host, prompts, "ab")
+    host.drop("b")
+    host.grant("a", 12)
+    assert "raised in forget" in host.worker.execute(host.take()).error
+    assert host.generate("a", 6) == reference.greedy(prompts["a"], 7)[1:]
 
 
 def test_a_processor_that_raises_is_named(make_host, prompts):
