@@ -67,7 +67,7 @@ class MadeUp(Executor):
             self.length[request] += n_tokens
             kept = [self.rng.choice(VOCABULARY)] if self.length[request] == self.known[request] else []
             self.known[request] += len(kept)
-            rows.append(RowVerdict(request, kept, {"full": self.length[request]}))
+            rows.append(RowVerdict(request, kept, self.length[request]))
         self.verdict = Verdict(message.step_id, rows)
 
     def collect(self, ticket: int) -> Verdict:

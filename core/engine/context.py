@@ -40,7 +40,7 @@ class Context:
         self.suspensions: list[Suspension] = []
         self._pool, self._kv, self._limits, self._step_id, self._chained = pool, kv, limits, step_id, chained
         self._journal: list[Callable[[], Any]] = []
-        self._reserved: dict[str, tuple[int, int]] = {}
+        self._reserved: dict[str, tuple[RequestState | None, int, int]] = {}
         self._order: list[str] | None = None
         kv.begin_plan()
         lookahead, ready = limits.lookahead, 0
@@ -88,7 +88,7 @@ class Context:
                 return answer
         else:
             return Answer.LATER
-        self._reserved[request_id] = (n_tokens, drafts)
+        self._reserved[request_id] = (state, n_tokens, drafts)
         return Answer.GRANTED
 
     def suspend(self, request_id: str, mode: SuspendMode = SuspendMode.AUTO, reason: str = "no room") -> None:
@@ -134,20 +134,17 @@ class Context:
             raise PlanError(f"{len(rows)} rows, but the limit of this step is {self.row_limit}")
         reserved, states, total = self._reserved, [], 0
         for request_id, n_tokens, drafts in rows:
-            room = reserved.pop(request_id, (0, 0))
-            if n_tokens > room[0] or drafts > room[1]:
+            state, room, draft_room = reserved.pop(request_id, (None, 0, 0))
+            if state is None or n_tokens > room or drafts > draft_room:
                 raise PlanError(
                     f"row ({request_id!r}, {n_tokens} tokens, {drafts} drafts) is more than what this plan has reserved "
-                    f"for it, {room}, or is planned twice"
-                )
-            state = self._pool.states[request_id]
-            if not 0 < n_tokens <= state.ready or not 0 <= drafts <= state.draft_limit:
+                    f"for it, {room} tokens and {draft_room} drafts, or is planned twice")
+            if not 0 < n_tokens <= state.ready or drafts and not (
+                0 <= drafts <= state.draft_limit and n_tokens == state.ready
+            ):
                 raise PlanError(
                     f"row ({request_id!r}, {n_tokens} tokens, {drafts} drafts): the view allows 1 to {state.ready} "
-                    f"tokens and 0 to {state.draft_limit} drafts"
-                )
-            if drafts and n_tokens < state.ready:
-                raise PlanError(f"row ({request_id!r}): drafts on a row that stops short of the last known token")
+                    f"tokens and, behind the last of them, 0 to {state.draft_limit} drafts")
             total += n_tokens + drafts
             states.append(state)
         if total > self.token_budget:
@@ -183,7 +180,7 @@ class Context:
             ))
         self.message.resumes.append(Resume(state.id, base))
         self.message.grants.append((state.id, grant))
-        state.on_worker, state.computed, state.verified, state.told = True, base, base, known
+        state.on_worker, state.computed, state.verified = True, base, base
         if state.cached_tokens is None:
             state.cached_tokens = base
         self._pool.start(state)
@@ -193,7 +190,7 @@ class Context:
         self._kv.undo(entry)
         self._pool.pause(state, Status.WAITING)
         state.on_worker, state.cached_tokens = on_worker, cached_tokens
-        state.computed = state.verified = state.told = 0
+        state.computed = state.verified = 0
 
     def _resume(self, state: RequestState, entry: Any) -> None:
         self._kv.undo(entry)

@@ -6,7 +6,7 @@ Synchronous, overlapped and pipelined execution are this loop with another ``dep
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -175,6 +175,8 @@ class EngineLoop:
         self.steps += 1
         kept: list[tuple[str, int]] = []
         voided: list[str] = []
+        if verdict.error is None and len(verdict.rows) != len(step.states):
+            verdict.error = f"the verdict has {len(verdict.rows)} rows, the message had {len(step.states)}"
         if verdict.error is not None:
             self._fail_step(step, verdict)
         else:
@@ -193,46 +195,36 @@ class EngineLoop:
             self.progress_at = now
 
     def _apply_rows(
-        self, step: StepInFlight, rows: Iterable[RowVerdict], now: float, kept: list[tuple[str, int]],
-        voided: list[str],
+        self, step: StepInFlight, rows: list[RowVerdict], now: float, kept: list[tuple[str, int]], voided: list[str],
     ) -> None:
-        by_id = {row.request: row for row in rows}
-        running, kv = Status.RUNNING, self.parts.kv
-        for state in step.states:
+        for state, row in zip(step.states, rows, strict=True):
             state.land()
-            row = by_id.get(state.id)
             if state.status is Status.DONE:
                 voided.append(state.id)
                 continue
-            if row is None:
-                self._fail(state, "the worker lost the request")
-                continue
-            if row.error is not None:
-                self._fail(state, row.error)
+            if row.error is not None or row.request != state.id:
+                self._fail(state, row.error or f"the worker answered for {row.request} instead")
                 continue
             if row.prompt_logprobs:
                 keep_prompt_logprobs(state, row)
-            ending = None
-            if row.kept:
-                output, ending = absorb(state, row, now)
-                kept.append((state.id, len(output.token_ids)))
-                if ending is not None:
-                    self._settle(state, row, kv)
-                    self._retire(state, ending.reason)
-                self._deliver(state, output)
-            if ending is None and state.status is running:
-                self._settle(state, row, kv)
+            if not row.kept:
+                self._settle(state, row, row.kept)
+                continue
+            output, ending = absorb(state, row, now)
+            kept.append((state.id, len(output.token_ids)))
+            self._settle(state, row, output.token_ids)
+            if ending is not None:
+                self._retire(state, ending.reason)
+            self._deliver(state, output)
 
-    def _settle(self, state: RequestState, row: RowVerdict, kv: KVCacheManager) -> None:
+    def _settle(self, state: RequestState, row: RowVerdict, new_tokens: list[int]) -> None:
         """Correct the bound and tell the KV manager what is known and sure."""
         if state.status is not Status.RUNNING:
             return  # its table went with the suspension
-        tokens = state.tokens
-        known = len(tokens)
+        known, computed = len(state.tokens), row.computed
         # Tokens that a stop rule cut off were computed but are not the request's: they must not become shareable.
-        state.settle(min(known, *row.computed.values()))
-        kv.commit(state.id, tokens[state.told :], state.verified)
-        state.told = known
+        state.settle(computed if computed < known else known, row.lag)
+        self.parts.kv.commit(state.id, new_tokens, state.verified)
 
     def _apply_suspensions(self, verdict: Verdict) -> None:
         for suspended in verdict.suspended:
@@ -240,7 +232,7 @@ class EngineLoop:
             if state is None or state.status is not Status.SUSPENDING:
                 continue
             state.status = Status.WAITING
-            state.computed = state.verified = state.told = state.kept_in_flight = 0
+            state.computed = state.verified = state.kept_in_flight = 0
             state.on_worker = suspended.swapped
             state.preemptions += 1
             self._admit(state)

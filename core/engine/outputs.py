@@ -47,19 +47,20 @@ def to_text(
 def absorb(state: RequestState, row: RowVerdict, now: float) -> tuple[RequestOutput, Ending | None]:
     """Apply one row's kept tokens (at least one) to the request; returns what the client gets, and how the request ends, if it does."""
     kept, ending, text = row.kept, None, ""
-    if len(kept) > 1 or kept[0] in state.stop_ids or state.output_length + 1 >= state.max_new:
+    tokens = state.tokens
+    if len(kept) > 1 or kept[0] in state.stop_ids or len(tokens) + 1 >= state.end:
         kept, ending = cut_at_end(state, kept)
     if state.request.detokenizer is not None:
         text, kept, ending = to_text(state.request.detokenizer, state, kept, ending)
-    state.tokens += kept
+    tokens += kept
     prompt_logprobs: list[TokenLogprob | None] | None = None
     if state.first_token_at is None:
         state.first_token_at = now
         prompt_logprobs = state.prompt_logprobs
+    reason, stop_reason = (None, None) if ending is None else ending
+    logprobs = row.logprobs[: len(kept)] if row.logprobs else None
     return RequestOutput(
-        state.id, kept, text, row.logprobs[: len(kept)] if row.logprobs else None, prompt_logprobs,
-        ending.reason if ending else None, ending.stop_reason if ending else None, None, state.cached_tokens or 0,
-    ), ending
+        state.id, kept, text, logprobs, prompt_logprobs, reason, stop_reason, None, state.cached_tokens or 0), ending
 
 
 def keep_prompt_logprobs(state: RequestState, row: RowVerdict) -> None:

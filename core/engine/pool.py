@@ -26,14 +26,14 @@ class RequestState:
     """One live request. Schedulers see it as a ``RequestView``; only core changes it.
 
     Token counts: ``tokens`` are known (prompt, then output). ``computed`` is the upper bound of what lies in the cache
-    once everything in flight is done, ``verified`` what is certain, ``told`` how many tokens the KV manager has heard of.
+    once everything in flight is done, ``verified`` what is certain, ``end`` the most there can ever be.
     """
 
     __slots__ = (
-        "arrival", "attrs", "cached_tokens", "computed", "deadline", "draft_limit", "finish_reason", "finished_at",
+        "arrival", "attrs", "cached_tokens", "computed", "deadline", "draft_limit", "end", "finish_reason", "finished_at",
         "first_scheduled_at", "first_token_at", "flying", "id", "kept_in_flight", "match", "max_new", "on_worker",
         "preemptions", "priority", "prompt_length", "prompt_logprobs", "ready", "request", "reusable", "sequence",
-        "sink", "status", "stop_ids", "tenant", "told", "tokens", "verified",
+        "sink", "status", "stop_ids", "tenant", "tokens", "verified",
     )
 
     def __init__(self, request: Request, sink: OutputSink, arrival: float, sequence: int, max_new: int) -> None:
@@ -45,10 +45,11 @@ class RequestState:
         )
         self.tokens = list(request.prompt_token_ids)
         self.prompt_length, self.max_new = len(self.tokens), max_new
+        self.end = self.prompt_length + max_new
         eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = eos.union(sampling.stop_token_ids)
         self.status = Status.WAITING
-        self.computed = self.verified = self.told = 0
+        self.computed = self.verified = 0
         self.ready = self.draft_limit = self.reusable = self.preemptions = self.kept_in_flight = 0
         self.match: Match | None = None
         self.flying: deque[FlyingRow] = deque()
@@ -84,11 +85,12 @@ class RequestState:
         Once everything in flight could end the request, it is not ready: a row beyond ``max_new`` would write past the
         room that admission promised.
         """
-        left = self.max_new - (len(self.tokens) - self.prompt_length) - self.kept_in_flight
+        known = len(self.tokens)
+        left = self.end - known - self.kept_in_flight
         if left <= 0 or (self.flying and not chained):
             self.ready = 0
             return 0
-        self.ready = ready = 1 if self.kept_in_flight else len(self.tokens) - self.computed
+        self.ready = ready = 1 if self.kept_in_flight else known - self.computed
         self.draft_limit = lookahead if lookahead < left else left - 1
         return ready
 
@@ -111,11 +113,11 @@ class RequestState:
         """The oldest row in flight has been collected."""
         self.kept_in_flight -= self.flying.popleft()[1]
 
-    def settle(self, verified: int) -> None:
+    def settle(self, computed: int, lag: int) -> None:
         """The worker has told the true length: correct the bound, without which a rejection would livelock the loop."""
-        self.verified = self.computed = verified
-        for width, _ in self.flying:
-            self.computed += width
+        self.computed, self.verified = computed, computed - lag
+        if self.flying:
+            self.computed += sum(width for width, _ in self.flying)
 
 
 class RequestPool:

@@ -53,16 +53,18 @@ class StepMessage:
 
 @dataclass(slots=True)
 class RowVerdict:
-    """``computed``: the true length per cache group after the step (one shared dict a step is fine where equal).
+    """``computed``: the true length in the model's cache groups after the step; a group of the speculator may be up to
+    ``lag`` tokens behind.
 
     ``prompt_logprobs`` start at position ``prompt_logprobs_from`` of the prompt. ``error`` ends this request alone.
     """
 
     request: str
     kept: list[int]
-    computed: dict[str, int]
+    computed: int
     drafted: int = 0
     accepted: int = 0
+    lag: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     prompt_logprobs_from: int = 0
@@ -79,7 +81,9 @@ class Suspended(NamedTuple):
 
 @dataclass(slots=True)
 class Verdict:
-    """``durations``: seconds of the step's parts ("prepare", "propose", "forward", "sample"), by the worker's clock.
+    """``rows``: one for each row of the message, in its order; empty where ``error`` is set.
+
+    ``durations``: seconds of the step's parts ("prepare", "propose", "forward", "sample"), by the worker's clock.
 
     ``error`` means that the whole step failed: each of its requests ends with it, the engine goes on.
     """

@@ -131,10 +131,10 @@ class ModelRunner:
         for row in rows:
             tenant = self._table.get(row.request)
             if tenant is None:
-                refused[row.request] = RowVerdict(row.request, [], {}, error="the worker does not know the request")
+                refused[row.request] = RowVerdict(row.request, [], 0, error="the worker does not know the request")
             elif tenant.error is not None:
                 refused[row.request] = RowVerdict(
-                    row.request, [], self._table.lengths(row.request), error=tenant.error)
+                    row.request, [], int(self._table.computed[tenant.slot]), error=tenant.error)
             else:
                 able.append(row)
                 tenants.append(tenant)
@@ -195,7 +195,7 @@ class ModelRunner:
         self._table.append(batch.slots[sampling], choices.kept)
         self._table.computed[batch.slots] = computed
         verdicts = [
-            RowVerdict(row.request, [], dict.fromkeys(self._table.tables, length))
+            RowVerdict(row.request, [], length)
             for row, length in zip(batch.rows, computed.tolist(), strict=True)
         ]
         for i, scored in prompts.items():

@@ -135,7 +135,7 @@ class FakeWorker:
         sequence.computed = end + accepted
         self.drafted += len(drafts)
         self.accepted += accepted
-        return RowVerdict(row.request, kept, dict.fromkeys(self.windows, end + accepted), len(drafts), accepted)
+        return RowVerdict(row.request, kept, end + accepted, len(drafts), accepted)
 
     def _propose(self, sequence: _Sequence, slots: int) -> list[int]:
         drafts: list[int] = []

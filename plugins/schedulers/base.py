@@ -27,13 +27,9 @@ class Step:
     def __init__(self, ctx: PlanContext) -> None:
         self.ctx = ctx
         self.rows: list[Row] = []
-        self.left = ctx.token_budget
-        self.planned: set[str] = set()
+        self.left, self.row_limit = ctx.token_budget, ctx.row_limit
+        self.full = self.left <= 0 or self.row_limit <= 0
         self.suspended: set[str] = set()
-
-    @property
-    def full(self) -> bool:
-        return self.left <= 0 or len(self.rows) >= self.ctx.row_limit
 
     def extend(self, request_id: str, most: int) -> None:
         """Give a planned row more of its tokens, up to ``most``, from what is left; it has room for them already."""
@@ -45,8 +41,8 @@ class Step:
 
     def add(self, request_id: str, n_tokens: int, drafts: int) -> None:
         self.rows.append(Row(request_id, n_tokens, drafts))
-        self.planned.add(request_id)
         self.left -= n_tokens + drafts
+        self.full = self.left <= 0 or len(self.rows) >= self.row_limit
 
 
 class QueueScheduler(Scheduler):
@@ -75,15 +71,8 @@ class QueueScheduler(Scheduler):
         self._now = outcome.now
         self.policy.observe(outcome)
 
-    def key(self, view: RequestView) -> Key:
-        """The policy's key, remembered where it cannot change."""
-        key = self._keys.get(view.id)
-        if key is None or self.policy.dynamic:
-            key = self._keys[view.id] = self.policy.key(view, self._now)
-        return key
-
     def serve_decodes(self, step: Step, views: list[RequestView]) -> None:
-        for view in self.in_order(views):
+        for view in self.in_order(views, step.ctx.now):
             if step.full:
                 step.ctx.hold(view.id, "the step is full")
             elif view.id not in step.suspended:
@@ -105,57 +94,63 @@ class QueueScheduler(Scheduler):
             yield view
 
     def serve(self, step: Step, view: RequestView, n_tokens: int) -> bool:
-        """Plan a running request's next tokens; sheds drafts, then suspends those behind it, before it gives up."""
-        ctx, drafts = step.ctx, 0
-        if n_tokens == view.ready and view.draft_limit:
+        """Plan a running request's next tokens, if there can be room for them."""
+        drafts = 0
+        if view.draft_limit and n_tokens == view.ready:
             drafts = min(view.draft_limit, step.left - n_tokens)
-        answer = ctx.reserve(view.id, n_tokens, drafts)
-        if answer is not Answer.GRANTED and drafts:
-            drafts = 0
-            answer = ctx.reserve(view.id, n_tokens)
-        while answer is Answer.NO and self.suspend_one_behind(step, view):
-            answer = ctx.reserve(view.id, n_tokens)
-        if answer is Answer.GRANTED:
-            step.add(view.id, n_tokens, drafts)
-            return True
-        ctx.hold(view.id, f"no room: {answer.value}")
-        return False
+        answer = step.ctx.reserve(view.id, n_tokens, drafts)
+        if answer is not Answer.GRANTED:
+            drafts, answer = 0, self._make_room(step, view, n_tokens, may_suspend=True)
+            if answer is not Answer.GRANTED:
+                step.ctx.hold(view.id, f"no room: {answer.value}")
+                return False
+        step.add(view.id, n_tokens, drafts)
+        return True
 
     def start(self, step: Step, view: RequestView, n_tokens: int) -> bool:
         """Start a waiting request with its first tokens (or none yet), once there is room for all that is known of it.
 
         Room for a first chunk alone would let it start, run short, and be suspended again, over and over.
         """
-        ctx = step.ctx
         drafts = min(view.draft_limit, step.left - n_tokens) if n_tokens == view.ready else 0
-        answer = ctx.reserve(view.id, view.ready, drafts)
-        if answer is not Answer.GRANTED and drafts:
-            drafts = 0
-            answer = ctx.reserve(view.id, view.ready)
-        while answer is Answer.NO and self.policy.preemptive and self.suspend_one_behind(step, view):
-            answer = ctx.reserve(view.id, view.ready)
+        answer = step.ctx.reserve(view.id, view.ready, drafts)
         if answer is not Answer.GRANTED:
-            ctx.hold(view.id, f"cannot start: {answer.value}")
-            return False
+            drafts, answer = 0, self._make_room(step, view, view.ready, self.policy.preemptive)
+            if answer is not Answer.GRANTED:
+                step.ctx.hold(view.id, f"cannot start: {answer.value}")
+                return False
         self.waiting.remove(view.id)
         if n_tokens:
             step.add(view.id, n_tokens, drafts)
         return True
 
+    def _make_room(self, step: Step, view: RequestView, n_tokens: int, may_suspend: bool) -> Answer:
+        """Ask again without drafts, then by suspending one after the other of those behind."""
+        answer = step.ctx.reserve(view.id, n_tokens)
+        while answer is Answer.NO and may_suspend and self.suspend_one_behind(step, view):
+            answer = step.ctx.reserve(view.id, n_tokens)
+        return answer
+
     def suspend_one_behind(self, step: Step, view: RequestView) -> bool:
         """Suspend the running request with the largest victim key, if that is behind ``view`` and not planned yet."""
-        candidates = [
-            other for other in step.ctx.running
-            if other.id != view.id and other.id not in step.planned and other.id not in step.suspended
-        ]
+        taken = {view.id, *step.suspended, *(row.request for row in step.rows)}
+        candidates = [other for other in step.ctx.running if other.id not in taken]
         if not candidates:
             return False
         victim = max(candidates, key=lambda other: self.policy.victim_key(other, step.ctx.now))
-        if self.policy.victim_key(victim, step.ctx.now) <= self.key(view):
+        if self.policy.victim_key(victim, step.ctx.now) <= self.policy.key(view, step.ctx.now):
             return False
         step.ctx.suspend(victim.id, reason=f"makes room for {view.id}")
         step.suspended.add(victim.id)
         return True
 
-    def in_order(self, views: list[RequestView]) -> list[RequestView]:
-        return sorted(views, key=self.key)
+    def in_order(self, views: list[RequestView], now: float) -> list[RequestView]:
+        """By the policy's keys, which are remembered where they cannot change."""
+        if self.policy.dynamic:
+            return sorted(views, key=lambda view: self.policy.key(view, now))
+        keys = self._keys
+        try:
+            return sorted(views, key=lambda view: keys[view.id])
+        except KeyError:  # requests that ran when this scheduler took over
+            keys.update((view.id, self.policy.key(view, now)) for view in views if view.id not in keys)
+            return sorted(views, key=lambda view: keys[view.id])

@@ -31,7 +31,7 @@ class ChunkedScheduler(QueueScheduler):
 
     def _serve_prompts(self, step: Step, views: list[RequestView]) -> list[RequestView]:
         """Returns those that were cut, in order."""
-        cut, views = [], self.in_order(views)
+        cut, views = [], self.in_order(views, step.ctx.now)
         for index, view in enumerate(views):
             if step.full:
                 step.ctx.hold(view.id, "the step is full")

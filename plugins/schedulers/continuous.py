@@ -15,7 +15,7 @@ class ContinuousScheduler(QueueScheduler):
         step = Step(ctx)
         ready = [view for view in ctx.running if view.ready]
         self.serve_decodes(step, [view for view in ready if view.ready == 1])
-        for view in self.in_order([view for view in ready if view.ready > 1]):
+        for view in self.in_order([view for view in ready if view.ready > 1], ctx.now):
             if view.id not in step.suspended and self._fits(step, view):
                 self.serve(step, view, min(view.ready, step.left))
         for view in self.startable(step):

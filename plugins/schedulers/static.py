@@ -16,7 +16,7 @@ class StaticScheduler(QueueScheduler):
         if not ctx.running and ctx.nothing_in_flight:
             self._form_batch(step)
             return StepPlan(step.rows)
-        ready = self.in_order([view for view in ctx.running if view.ready])
+        ready = self.in_order([view for view in ctx.running if view.ready], ctx.now)
         prompts = [view for view in ready if view.ready > 1]
         for view in prompts or ready:
             if not step.full and view.id not in step.suspended:

@@ -190,7 +190,7 @@ class Host:
         for row in verdict.rows:
             if row.error is None:
                 self.tokens[row.request] += row.kept
-                self.bound[row.request] = max(row.computed.values())
+                self.bound[row.request] = row.computed
         return {row.request: row for row in verdict.rows}
 
     def step(self):

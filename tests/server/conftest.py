@@ -158,7 +158,7 @@ class FakeEngine:
             return self._end(state, FinishReason.ERROR, "RuntimeError in /opt/engine/kernels.py: device lost")
         token = next(tokens)
         logprobs = None if state.request.sampling.logprobs is None else [self._logprob(state, token)]
-        output, ending = absorb(state, RowVerdict(state.id, [token], {}, logprobs=logprobs), 0.0)
+        output, ending = absorb(state, RowVerdict(state.id, [token], 0, logprobs=logprobs), 0.0)
         if ending is not None:
             del self.running[state.id]
         state.sink(output)
