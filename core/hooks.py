@@ -69,6 +69,10 @@ class HookSpecs:
         """The KV manager's page events since the last step."""
 
     @hookspec
+    def hotswap_pages_leaked(self, owners: dict[str, int], time: float) -> None:
+        """Nothing runs, yet pages were held: by whom, and how many; they have been given back."""
+
+    @hookspec
     def hotswap_component_exchanged(self, kind: str, old: str, new: str, time: float) -> None:
         """A component was exchanged while serving."""
 

@@ -124,7 +124,8 @@ class Request:
     detokenizer: Detokenizer | None = None
 
 
-class RequestOutput(NamedTuple):
+@dataclass(slots=True)
+class RequestOutput:
     """What one step added to a request. ``token_ids`` and ``logprobs`` run in parallel. The last one has a finish
     reason; ``error`` goes with FinishReason.ERROR; ``stop_reason`` is the stop string or id that ended it."""
 

@@ -7,6 +7,7 @@ read, then weights are loaded, then pages are divided.
 import logging
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotswap.core.config import Config, ResolvedConfig
@@ -56,11 +57,10 @@ class Built:
 def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Clock | None = None) -> Built:
     """Load everything and start the loop. ConfigError (ModelLoadError among them) for whatever does not fit."""
     from hotswap.core.execution.worker import WorkerSettings, worker_factory
-    from hotswap.core.modeling.checkpoint import open_checkpoint
 
     config, registry, clock = resolved.config, Registry(), clock or SystemClock()
     parts = check_config(config, registry)
-    checkpoint = open_checkpoint(config.model.source, revision=config.model.revision, progress=progress)
+    checkpoint = _open(config, progress)
     model = _build_model(config, registry, checkpoint)
     facts = model.facts(checkpoint.config)
     max_model_len = _context_length(config, facts)
@@ -100,6 +100,15 @@ def _start(
             "hotswap_engine_started", versions=versions(), config=resolved.effective(), time=clock.now()),
         on_stop=lambda: observers.notify("hotswap_engine_stopped", time=clock.now()),
     )
+
+
+def _open(config: Config, progress: bool) -> "Checkpoint":
+    from hotswap.core.modeling.checkpoint import open_checkpoint
+
+    path = config.model.path
+    if path is not None and not Path(path).expanduser().exists():
+        raise ConfigError(f"there is no file or directory {path!r}; a hub id or a catalogue name is model.name", "model.path")
+    return open_checkpoint(config.model.source, revision=config.model.revision, progress=progress)
 
 
 def _build_model(config: Config, registry: Registry, checkpoint: "Checkpoint") -> Model:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hotswap.core.engine.pool import RequestPool, RequestState, Status
+from hotswap.core.engine.pool import RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
 from hotswap.core.execution.messages import NewRequest, Resume, StepMessage
 from hotswap.core.interfaces.kvcache import NOTHING, KVCacheManager, Match
-from hotswap.core.interfaces.scheduler import Answer, Probe, Row, StepPlan, SuspendMode, Suspension
+from hotswap.core.interfaces.scheduler import GRANTED, LATER, Answer, Probe, Row, StepPlan, SuspendMode, Suspension
 
 Hold = tuple[str, str]
 
@@ -61,9 +61,9 @@ class Context:
 
     def view(self, request_id: str) -> RequestState:
         state = self._pool.states[request_id]
-        if state.status is Status.RUNNING:
+        if state.status is RUNNING:
             state.refresh_running(self._limits.lookahead, self._chained)
-        elif state.status is Status.WAITING:
+        elif state.status is WAITING:
             state.refresh_waiting(self._match(state), self._limits.lookahead)
         else:
             state.ready = 0
@@ -75,32 +75,33 @@ class Context:
 
     def reserve(self, request_id: str, n_tokens: int, drafts: int = 0) -> Answer:
         state = self._pool.states[request_id]
-        if state.status is Status.RUNNING:
+        if state.status is RUNNING:
             grant = self._kv.reserve(request_id, state.computed + n_tokens + drafts)
             if grant is not NOTHING:
                 if isinstance(grant, Answer):
                     return grant
                 self._journal.append(partial(self._kv.undo, grant.entry))
                 self.message.grants.append((request_id, grant))
-        elif state.status is Status.WAITING:
+        elif state.status is WAITING:
             answer = self._start(state, n_tokens, drafts)
-            if answer is not Answer.GRANTED:
+            if answer is not GRANTED:
                 return answer
         else:
-            return Answer.LATER
+            return LATER
         self._reserved[request_id] = (state, n_tokens, drafts)
-        return Answer.GRANTED
+        return GRANTED
 
     def suspend(self, request_id: str, mode: SuspendMode = SuspendMode.AUTO, reason: str = "no room") -> None:
         state = self._pool.states[request_id]
-        if state.status is not Status.RUNNING:
+        if state.status is not RUNNING:
             raise PlanError(f"suspend({request_id!r}): the request does not run")
         if request_id in self._reserved:
             raise PlanError(f"suspend({request_id!r}): this plan has reserved room for it")
         if self._order is None:
             self._order = list(self._pool.running)
+        state.commit(self._kv)
         entry = self._kv.release(request_id, {self._step_id})
-        self._pool.pause(state, Status.SUSPENDING)
+        self._pool.pause(state, SUSPENDING)
         self._journal.append(partial(self._resume, state, entry))
         self.message.suspensions.append((request_id, mode))
         self.suspensions.append(Suspension(request_id, mode, reason))
@@ -159,11 +160,11 @@ class Context:
     def _start(self, state: RequestState, n_tokens: int, drafts: int) -> Answer:
         """Admit a waiting request: bind its match, give it room, send it to the workers."""
         if self.free_slots <= 0:
-            return Answer.LATER
+            return LATER
         match, known = self._match(state), len(state.tokens)
         base = match.cached + match.pending
         if match.pending or base + n_tokens > known or (drafts and base + n_tokens < known):
-            return Answer.LATER
+            return LATER
         upto = base + n_tokens + drafts
         grant = self._kv.reserve(state.id, upto, match, state.request.cache_key, state.tokens)
         if isinstance(grant, Answer):
@@ -180,15 +181,15 @@ class Context:
             ))
         self.message.resumes.append(Resume(state.id, base))
         self.message.grants.append((state.id, grant))
-        state.on_worker, state.computed, state.verified = True, base, base
+        state.on_worker, state.computed, state.verified, state.told, state.commit_due = True, base, base, known, 0
         if state.cached_tokens is None:
             state.cached_tokens = base
         self._pool.start(state)
-        return Answer.GRANTED
+        return GRANTED
 
     def _unstart(self, state: RequestState, entry: Any, on_worker: bool, cached_tokens: int | None) -> None:
         self._kv.undo(entry)
-        self._pool.pause(state, Status.WAITING)
+        self._pool.pause(state, WAITING)
         state.on_worker, state.cached_tokens = on_worker, cached_tokens
         state.computed = state.verified = 0
 

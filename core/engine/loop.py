@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Context, Limits, PlanError
 from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs, last_words
-from hotswap.core.engine.pool import RequestPool, RequestState, Status
+from hotswap.core.engine.pool import DONE, RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
 from hotswap.core.errors import ComponentError
 from hotswap.core.execution.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.kvcache import KVCacheManager
@@ -107,6 +107,8 @@ class EngineLoop:
             did = True
         if not self.pool.states:
             self.progress_at = self.clock.now()
+            if not (did or self.in_flight):
+                self._give_back_leaks()
         return did
 
     def next_wakeup(self) -> float | None:
@@ -199,7 +201,7 @@ class EngineLoop:
     ) -> None:
         for state, row in zip(step.states, rows, strict=True):
             state.land()
-            if state.status is Status.DONE:
+            if state.status is DONE:
                 voided.append(state.id)
                 continue
             if row.error is not None or row.request != state.id:
@@ -207,31 +209,30 @@ class EngineLoop:
                 continue
             if row.prompt_logprobs:
                 keep_prompt_logprobs(state, row)
-            if not row.kept:
-                self._settle(state, row, row.kept)
-                continue
-            output, ending = absorb(state, row, now)
-            kept.append((state.id, len(output.token_ids)))
-            self._settle(state, row, output.token_ids)
-            if ending is not None:
-                self._retire(state, ending.reason)
-            self._deliver(state, output)
+            if row.kept:
+                output, ending = absorb(state, row, now)
+                kept.append((state.id, len(output.token_ids)))
+            if state.status is RUNNING:  # else its table went with the suspension
+                self._settle(state, row)
+            if row.kept:
+                if ending is not None:
+                    self._retire(state, ending.reason)
+                self._deliver(state, output)
 
-    def _settle(self, state: RequestState, row: RowVerdict, new_tokens: list[int]) -> None:
-        """Correct the bound and tell the KV manager what is known and sure."""
-        if state.status is not Status.RUNNING:
-            return  # its table went with the suspension
+    def _settle(self, state: RequestState, row: RowVerdict) -> None:
+        """Correct the bound, and tell the KV manager what is known and sure where that lets it do something."""
         known, computed = len(state.tokens), row.computed
         # Tokens that a stop rule cut off were computed but are not the request's: they must not become shareable.
         state.settle(computed if computed < known else known, row.lag)
-        self.parts.kv.commit(state.id, new_tokens, state.verified)
+        if state.verified >= state.commit_due:
+            state.commit(self.parts.kv)
 
     def _apply_suspensions(self, verdict: Verdict) -> None:
         for suspended in verdict.suspended:
             state = self.pool.states.get(suspended.request)
-            if state is None or state.status is not Status.SUSPENDING:
+            if state is None or state.status is not SUSPENDING:
                 continue
-            state.status = Status.WAITING
+            state.status = WAITING
             state.computed = state.verified = state.kept_in_flight = 0
             state.on_worker = suspended.swapped
             state.preemptions += 1
@@ -241,7 +242,7 @@ class EngineLoop:
         logger.error("step %d failed: %s", step.step_id, verdict.error)
         for state in step.states:
             state.land()
-            if state.status is not Status.DONE:
+            if state.status is not DONE:
                 self._fail(state, f"the step that computed this request failed: {verdict.error}")
 
     def _fail(self, state: RequestState, error: str) -> None:
@@ -251,7 +252,8 @@ class EngineLoop:
 
     def _retire(self, state: RequestState, reason: FinishReason) -> None:
         """Give back everything the request holds, exactly once."""
-        if state.status is Status.RUNNING:
+        if state.status is RUNNING:
+            state.commit(self.parts.kv)
             fences = {self.submitted} if self.submitted > self.collected else ()
             self.parts.kv.release(state.id, fences, retain=reason is not FinishReason.ERROR)
         if state.on_worker:
@@ -268,6 +270,18 @@ class EngineLoop:
             state.sink(output)
         except Exception:
             logger.exception("the sink of request %s raised; the request goes on without it", state.id)
+
+    def _give_back_leaks(self) -> None:
+        """Nothing lives, so nothing may be held. Whoever holds a page is a defect: say who, and serve on."""
+        kv = self.parts.kv
+        if not kv.usage().held:
+            return
+        owners = kv.owners()
+        logger.error("pages are held although nothing runs, and are given back; owners and pages: %s", owners)
+        for request_id in owners:
+            kv.release(request_id, (), retain=False)
+        if self.parts.observers.active:
+            self.parts.observers.notify("hotswap_pages_leaked", owners=owners, time=self.clock.now())
 
     def _admit(self, state: RequestState) -> None:
         self._guard("admit", lambda: self.parts.scheduler.admit(state))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from hotswap.core.engine.pool import RequestState
 from hotswap.core.execution.messages import RowVerdict
-from hotswap.core.request import Detokenizer, FinishReason, RequestOutput, TokenLogprob
+from hotswap.core.request import Detokenizer, FinishReason, RequestOutput
 
 
 class Ending(NamedTuple):
@@ -53,14 +53,15 @@ def absorb(state: RequestState, row: RowVerdict, now: float) -> tuple[RequestOut
     if state.request.detokenizer is not None:
         text, kept, ending = to_text(state.request.detokenizer, state, kept, ending)
     tokens += kept
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    output = RequestOutput(state.id, kept, text, cached_tokens=state.cached_tokens or 0)
+    if row.logprobs:
+        output.logprobs = row.logprobs[: len(kept)]
     if state.first_token_at is None:
         state.first_token_at = now
-        prompt_logprobs = state.prompt_logprobs
-    reason, stop_reason = (None, None) if ending is None else ending
-    logprobs = row.logprobs[: len(kept)] if row.logprobs else None
-    return RequestOutput(
-        state.id, kept, text, logprobs, prompt_logprobs, reason, stop_reason, None, state.cached_tokens or 0), ending
+        output.prompt_logprobs = state.prompt_logprobs
+    if ending is not None:
+        output.finish_reason, output.stop_reason = ending
+    return output, ending
 
 
 def keep_prompt_logprobs(state: RequestState, row: RowVerdict) -> None:

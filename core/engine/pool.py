@@ -4,7 +4,7 @@ from collections import deque
 from enum import Enum
 from typing import Any
 
-from hotswap.core.interfaces.kvcache import Match
+from hotswap.core.interfaces.kvcache import KVCacheManager, Match
 from hotswap.core.request import FinishReason, OutputSink, Request, TokenLogprob
 
 
@@ -17,6 +17,9 @@ class Status(Enum):
     DONE = "done"
 
 
+WAITING, RUNNING, SUSPENDING, DONE = Status  # looking up a member by attribute is slow
+
+
 FlyingRow = tuple[int, int]
 """A submitted row: at most so many tokens computed, and so many kept (0 where it stops short of the last token).
 A plain tuple, since one is made for every row of every step."""
@@ -26,14 +29,15 @@ class RequestState:
     """One live request. Schedulers see it as a ``RequestView``; only core changes it.
 
     Token counts: ``tokens`` are known (prompt, then output). ``computed`` is the upper bound of what lies in the cache
-    once everything in flight is done, ``verified`` what is certain, ``end`` the most there can ever be.
+    once everything in flight is done, ``verified`` what is certain, ``end`` the most there can ever be. Of ``told`` the
+    KV manager has heard; it has nothing to do before ``commit_due`` are verified.
     """
 
     __slots__ = (
-        "arrival", "attrs", "cached_tokens", "computed", "deadline", "draft_limit", "end", "finish_reason", "finished_at",
+        "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end", "finish_reason", "finished_at",
         "first_scheduled_at", "first_token_at", "flying", "id", "kept_in_flight", "match", "max_new", "on_worker",
         "preemptions", "priority", "prompt_length", "prompt_logprobs", "ready", "request", "reusable", "sequence",
-        "sink", "status", "stop_ids", "tenant", "tokens", "verified",
+        "sink", "status", "stop_ids", "tenant", "told", "tokens", "verified",
     )
 
     def __init__(self, request: Request, sink: OutputSink, arrival: float, sequence: int, max_new: int) -> None:
@@ -48,8 +52,8 @@ class RequestState:
         self.end = self.prompt_length + max_new
         eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = eos.union(sampling.stop_token_ids)
-        self.status = Status.WAITING
-        self.computed = self.verified = 0
+        self.status = WAITING
+        self.computed = self.verified = self.told = self.commit_due = 0
         self.ready = self.draft_limit = self.reusable = self.preemptions = self.kept_in_flight = 0
         self.match: Match | None = None
         self.flying: deque[FlyingRow] = deque()
@@ -65,7 +69,7 @@ class RequestState:
 
     @property
     def running(self) -> bool:
-        return self.status is Status.RUNNING
+        return self.status is RUNNING
 
     @property
     def in_flight(self) -> int:
@@ -119,6 +123,11 @@ class RequestState:
         if self.flying:
             self.computed += sum(width for width, _ in self.flying)
 
+    def commit(self, kv: KVCacheManager) -> None:
+        """Tell the KV manager what has become known and sure since it was told last."""
+        self.commit_due = kv.commit(self.id, self.tokens[self.told :], self.verified)
+        self.told = len(self.tokens)
+
 
 class RequestPool:
     """Every live request by id. ``running`` is in order of admission; waiting ones are only counted and found by id,
@@ -140,7 +149,7 @@ class RequestPool:
         return len(self.states) - len(self.running)
 
     def start(self, state: RequestState) -> None:
-        state.status = Status.RUNNING
+        state.status = RUNNING
         self.running[state.id] = state
 
     def pause(self, state: RequestState, status: Status) -> None:
@@ -152,7 +161,7 @@ class RequestPool:
         self.running = {key: self.running[key] for key in order if key in self.running}
 
     def remove(self, state: RequestState) -> None:
-        state.status = Status.DONE
+        state.status = DONE
         self.running.pop(state.id, None)
         del self.states[state.id]
 
@@ -160,5 +169,5 @@ class RequestPool:
         """What a person needs to see why nothing moves."""
         return {
             "running": [(s.id, s.computed, len(s.tokens), s.ready) for s in self.running.values()],
-            "waiting": [s.id for s in list(self.states.values())[:50] if s.status is not Status.RUNNING],
+            "waiting": [s.id for s in list(self.states.values())[:50] if s.status is not RUNNING],
         }

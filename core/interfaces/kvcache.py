@@ -195,9 +195,12 @@ class KVCacheManager(Component):
         raise NotImplementedError(f"{type(self).__name__} does not offer fork")
 
     @abstractmethod
-    def commit(self, request_id: str, new_tokens: Sequence[int], verified: int) -> None:
+    def commit(self, request_id: str, new_tokens: Sequence[int], verified: int) -> int:
         """``new_tokens`` have become known, and the first ``verified`` tokens are computed and sure: their full pages
-        may be shared from now on. Also frees pages outside the window of everything in flight."""
+        may be shared from now on. Also frees pages outside the window of everything in flight.
+
+        Returns the verified length at which there will be something to do again. Core may put off commits below it; it
+        catches up before a fork of the request, its release and a hand-over."""
 
     @abstractmethod
     def release(self, request_id: str, fences: Iterable[Fence], retain: bool = True) -> Any:

@@ -23,6 +23,10 @@ class Answer(Enum):
     GONE = "gone"
 
 
+# Looking up an enum's member by attribute is slow, and these are asked for in every row of every step.
+GRANTED, LATER, NO, GONE = Answer
+
+
 class SuspendMode(Enum):
     """What happens to the keys and values of a suspended request."""
 

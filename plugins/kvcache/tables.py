@@ -212,13 +212,14 @@ class TableKVCache(KVCacheManager):
 
     # ------------------------------------------------------------------ commit
 
-    def commit(self, request_id: str, new_tokens: Sequence[int], verified: int) -> None:
+    def commit(self, request_id: str, new_tokens: Sequence[int], verified: int) -> int:
         table = self._tables[request_id]
         table.tokens += new_tokens
         if verified > table.verified:
             table.verified = verified
             if verified >= table.due:
                 self._advance(request_id, table)
+        return table.due
 
     def _advance(self, request_id: str, table: Table) -> None:
         """Publish pages that have become full, give up pages that have left their window."""

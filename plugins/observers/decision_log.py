@@ -102,6 +102,10 @@ class DecisionLog(Observer):
         )
 
     @hookimpl
+    def hotswap_pages_leaked(self, owners: dict[str, int], time: float) -> None:
+        self._write("leak", time, owners=owners)
+
+    @hookimpl
     def hotswap_component_exchanged(self, kind: str, old: str, new: str, time: float) -> None:
         self._write("exchange", time, kind=kind, old=old, new=new)
 

@@ -53,6 +53,7 @@ _COUNTERS = {
     "steps": "Steps collected.",
     "failed_plans": "Plans that were undone because the scheduler raised.",
     "evicted_pages": "Cached pages given to other requests.",
+    "leaked_pages": "Pages that were held although nothing ran, and were given back.",
 }
 
 
@@ -169,6 +170,10 @@ class Metrics(Observer):
     @hookimpl
     def hotswap_pages_evicted(self, events: Sequence[Any], time: float) -> None:
         self._counts["evicted_pages"] += sum(len(event.keys) for event in events if event.kind == "evicted")
+
+    @hookimpl
+    def hotswap_pages_leaked(self, owners: dict[str, int], time: float) -> None:
+        self._counts["leaked_pages"] += sum(owners.values())
 
     def _observe_gaps(self, verdict: Verdict, time: float) -> None:
         rows = verdict.rows

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Part
 from hotswap.core.interfaces.scheduler import (
+    GRANTED,
+    NO,
     Answer,
     PlanContext,
     QueuePolicy,
@@ -35,7 +37,7 @@ class Step:
         """Give a planned row more of its tokens, up to ``most``, from what is left; it has room for them already."""
         index = next(i for i, row in enumerate(self.rows) if row.request == request_id)
         n_tokens = min(most, self.rows[index].n_tokens + self.left)
-        if self.ctx.reserve(request_id, n_tokens) is Answer.GRANTED:
+        if self.ctx.reserve(request_id, n_tokens) is GRANTED:
             self.left -= n_tokens - self.rows[index].n_tokens
             self.rows[index] = Row(request_id, n_tokens)
 
@@ -99,9 +101,9 @@ class QueueScheduler(Scheduler):
         if view.draft_limit and n_tokens == view.ready:
             drafts = min(view.draft_limit, step.left - n_tokens)
         answer = step.ctx.reserve(view.id, n_tokens, drafts)
-        if answer is not Answer.GRANTED:
+        if answer is not GRANTED:
             drafts, answer = 0, self._make_room(step, view, n_tokens, may_suspend=True)
-            if answer is not Answer.GRANTED:
+            if answer is not GRANTED:
                 step.ctx.hold(view.id, f"no room: {answer.value}")
                 return False
         step.add(view.id, n_tokens, drafts)
@@ -114,9 +116,9 @@ class QueueScheduler(Scheduler):
         """
         drafts = min(view.draft_limit, step.left - n_tokens) if n_tokens == view.ready else 0
         answer = step.ctx.reserve(view.id, view.ready, drafts)
-        if answer is not Answer.GRANTED:
+        if answer is not GRANTED:
             drafts, answer = 0, self._make_room(step, view, view.ready, self.policy.preemptive)
-            if answer is not Answer.GRANTED:
+            if answer is not GRANTED:
                 step.ctx.hold(view.id, f"cannot start: {answer.value}")
                 return False
         self.waiting.remove(view.id)
@@ -127,7 +129,7 @@ class QueueScheduler(Scheduler):
     def _make_room(self, step: Step, view: RequestView, n_tokens: int, may_suspend: bool) -> Answer:
         """Ask again without drafts, then by suspending one after the other of those behind."""
         answer = step.ctx.reserve(view.id, n_tokens)
-        while answer is Answer.NO and may_suspend and self.suspend_one_behind(step, view):
+        while answer is NO and may_suspend and self.suspend_one_behind(step, view):
             answer = step.ctx.reserve(view.id, n_tokens)
         return answer
 

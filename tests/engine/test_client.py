@@ -10,7 +10,9 @@ import pytest
 from hotswap.core.engine.client import Engine
 from hotswap.core.errors import EngineStoppedError, QueueFullError
 from hotswap.core.execution.messages import StepMessage, Verdict
+from hotswap.core.interfaces.kvcache import CacheKey
 from hotswap.core.interfaces.scheduler import PlanContext, StepPlan
+from hotswap.core.live import LiveComponents
 from hotswap.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from hotswap.core.testing.fakes import FakeWorker, continuation
 from hotswap.core.testing.rig import Rig, build, make_rig
@@ -226,6 +228,27 @@ def test_a_loop_that_dies_says_so_and_ends_every_request(engines: list[Engine]) 
     assert "the worker is gone" in str(engine.health())
     with pytest.raises(EngineStoppedError, match="the worker is gone"):
         engine.add(request("later"), Box().sink)
+
+
+def test_a_leaked_page_is_given_back_with_a_log_line_and_a_metric(
+    engines: list[Engine], caplog: pytest.LogCaptureFixture,
+) -> None:
+    live = LiveComponents()
+    metrics = build("observer", "metrics")
+    live.add(metrics)
+    rig = make_rig(observers=live.observers)
+    engine = start(engines, rig)
+    kv = rig.loop.parts.kv
+    engine.call(lambda: kv.reserve("forgotten", 9, kv.match([1] * 9, CacheKey(), 8), CacheKey(), [1] * 9))
+    box = Box()
+    engine.add(request("honest"), box.sink)
+    assert box.reason() is FinishReason.LENGTH
+    engine.drain(5)
+    engine.call(kv.check)
+    assert kv.usage().held == 0
+    assert "forgotten" in caplog.text
+    counted = {sample.name: sample.value for family in metrics.registry.collect() for sample in family.samples}
+    assert counted["hotswap:leaked_pages_total"] == 3
 
 
 def test_reset_drops_the_reusable_cache_and_only_that(engines: list[Engine]) -> None:

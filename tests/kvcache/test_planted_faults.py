@@ -217,8 +217,8 @@ class NeverHits(PrefixKVCache):
 
 
 class SharesKnownTokensThatAreNotComputed(PrefixKVCache):
-    def commit(self, request_id: str, new_tokens: Sequence[int], verified: int) -> None:
-        super().commit(request_id, new_tokens, len(self._tables[request_id].tokens) + len(new_tokens))
+    def commit(self, request_id: str, new_tokens: Sequence[int], verified: int) -> int:
+        return super().commit(request_id, new_tokens, len(self._tables[request_id].tokens) + len(new_tokens))
 
 
 class GrantsAMatchThatIsOutOfDate(PrefixKVCache):
