@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -31,8 +32,12 @@ def serve(resolved: ResolvedConfig, *, progress: bool = True) -> None:
     with bind(settings.host, settings.port) as listener:
         built = build_engine(resolved, progress=progress)
         try:
+            for warning in built.warnings:
+                logger.warning("%s", warning)
             for note in built.notes:
-                logger.warning("%s", note)
+                logger.info("%s", note)
+            gc.collect()
+            gc.freeze()  # what is loaded now lives as long as the process: the collector need not look at it again
             serve_on(listener, served_by(built), settings)
         finally:
             built.engine.stop()

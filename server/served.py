@@ -64,7 +64,7 @@ def served_by(built: "Built") -> Served:
         sampling_defaults=defaults_of(checkpoint.generation_config) if config.server.generation_config else {},
         request_options=built.request_options, seed=config.seed,
         describe=lambda: {
-            "components": built.components.listing(), "config": built.resolved.effective(), "notes": built.notes,
+            "components": built.components.listing(), "config": built.resolved.effective(), "notes": [*built.warnings, *built.notes],
         },
         install_routes=lambda app: built.components.observers.notify("hotswap_server_routes", app=app),
     )

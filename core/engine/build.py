@@ -43,7 +43,9 @@ class Built:
     registry: Registry
     cache_plan: CachePlan
     notes: list[str] = field(default_factory=list)
-    """What "auto" chose and why, and what else the operator should know."""
+    """What was chosen where the config leaves a choice, and why."""
+    warnings: list[str] = field(default_factory=list)
+    """What the operator should look at: deprecated keys, a checkpoint with something missing."""
 
     @property
     def request_options(self) -> dict[str, type[RequestOptions]]:
@@ -64,7 +66,7 @@ def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Cloc
     model = _build_model(config, registry, checkpoint)
     facts = model.facts(checkpoint.config)
     max_model_len = _context_length(config, facts)
-    notes = [*resolved.warnings, *parts.notes, *checkpoint.warnings]
+    notes, warnings = [*parts.notes], [*resolved.warnings, *checkpoint.warnings]
     settings = WorkerSettings.choose(config, checkpoint, max_model_len, notes)
     plan = RankPlan()
     for strategy in reversed(parts.listed("parallel")):
@@ -81,7 +83,7 @@ def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Cloc
     except BaseException:
         parts.executor.stop()
         raise
-    return Built(engine, resolved, checkpoint, facts, max_model_len, live, registry, cache_plan, notes)
+    return Built(engine, resolved, checkpoint, facts, max_model_len, live, registry, cache_plan, notes, warnings)
 
 
 def _start(
