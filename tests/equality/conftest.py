@@ -1,8 +1,10 @@
 """Whole engines, from a config to tokens, against transformers' own greedy generation."""
 
+import importlib.util
+import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,19 @@ import torch
 from hotswap.core.config import load_config
 from hotswap.core.engine.build import Built, build_engine
 from hotswap.core.hooks import Observer, hookimpl
-from hotswap.core.request import Request, RequestOutput, SamplingParams
+from hotswap.core.request import Request, RequestOutput, SamplingParams, TokenLogprob
 
 NEAR_TIE = 1e-3
 """Where the reference's best two logits are closer than this, either may be chosen."""
 
 MAX_NEAR_TIES = 0.01
 """At most this share of the compared positions may be near ties."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole", action="store_true", default=False,
+        help="run every combination of parts on the real model, not only a list that covers every pair (half an hour)")
 
 
 class Counting(Observer):
@@ -31,9 +39,13 @@ class Counting(Observer):
 
     @hookimpl
     def hotswap_step_planned(self, message: Any, suspensions: Any) -> None:
+        begun = {resume.request: resume.computed for resume in message.resumes}
+        left = {new.id: len(new.tokens) - begun[new.id] for new in message.new}
+        widths = {row.request: row.n_tokens for row in message.rows}
         self.seen["suspensions"] += len(suspensions)
-        self.seen["cut prompts"] += any(row.n_tokens > 1 for row in message.rows)
-        self.seen["mixed steps"] += len({row.n_tokens > 1 for row in message.rows}) > 1
+        self.seen["cut prompts"] += sum(widths.get(request, 0) < length for request, length in left.items())
+        self.seen["mixed steps"] += len({width > 1 for width in widths.values()}) > 1
+        self.seen["widest row"] = max(self.seen["widest row"], *widths.values(), 0)
 
     @hookimpl
     def hotswap_step_finished(self, verdict: Any) -> None:
@@ -62,11 +74,18 @@ class Reference:
             self._known[key] = self._judge(list(prompt), list(output))
         return self._known[key]
 
-    @torch.inference_mode()
     def _judge(self, prompt: list[int], output: list[int]) -> list[tuple[int, float]]:
-        logits = self.model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :].float()
+        if not output:
+            return []
+        logits = self.logits(prompt + output[:-1], len(output))
         ahead = logits.max(-1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         return list(zip(logits.argmax(-1).tolist(), ahead.tolist(), strict=True))
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], last: int = 0) -> torch.Tensor:
+        """[T, V] float32 behind each of the ``last`` ids, 0: behind all of them."""
+        logits: torch.Tensor = self.model(torch.tensor([ids]), logits_to_keep=last).logits[0].float()
+        return logits
 
 
 class TieBook:
@@ -87,6 +106,24 @@ class TieBook:
         assert self.near_ties <= MAX_NEAR_TIES * self.compared, f"{self.near_ties} in {self.compared}"
 
 
+@dataclass
+class Answer:
+    """All that a client gets for one request, from its outputs joined."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.finish_reason, self.error, self.cached_tokens = output.finish_reason, output.error, output.cached_tokens
+
+
 class Running:
     """A built engine and what a test needs of it."""
 
@@ -100,34 +137,57 @@ class Running:
     def seen(self) -> Counter[str]:
         return self.counting.seen
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, abort: Sequence[int] = (), **sampling: Any,
-    ) -> list[list[int]]:
-        """The outputs of all prompts, submitted at once. Those in ``abort`` are given up after their third token."""
-        outputs: list[list[int]] = [[] for _ in prompts]
+    def answer(self, *requests: dict[str, Any], on_output: Callable[[int, Answer], None] | None = None) -> list[Answer]:
+        """The answers to requests that are submitted at once; each is given by the fields of ``Request`` and, beside
+        them, of ``SamplingParams``. ``on_output(index, answer so far)`` is called on the loop's thread."""
+        answers = [Answer() for _ in requests]
         left = threading.Semaphore(0)
-        engine = self.built.engine
 
         def submit(index: int) -> None:
-            name = f"{self.count}-{index}"
-
             def sink(output: RequestOutput) -> None:
-                assert output.error is None, output.error
-                outputs[index] += output.token_ids
-                if index in abort and len(outputs[index]) >= 3:
-                    engine.abort(name)
+                answers[index].add(output)
+                if on_output is not None:
+                    on_output(index, answers[index])
                 if output.finish_reason:
                     left.release()
 
-            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling)
-            engine.add(Request(name, list(prompts[index]), params), sink)
+            self.built.engine.add(self.request(index, **requests[index]), sink)
 
-        for index in range(len(prompts)):
-            submit(index)
-        for _ in prompts:
-            assert left.acquire(timeout=120), f"a request did not end: {engine.health()}"
+        # Between two turns of the loop, so that a test sees the same plans each time.
+        self.built.engine.call(lambda: [submit(index) for index in range(len(requests))])
+        for _ in requests:
+            assert left.acquire(timeout=120), f"a request did not end: {self.built.engine.health()}"
         self.count += 1
-        return outputs
+        return answers
+
+    def request(self, index: int, prompt: Sequence[int], **fields: Any) -> Request:
+        own = {key: fields.pop(key) for key in ("priority", "eos_token_ids", "detokenizer") if key in fields}
+        sampling = SamplingParams(**{"temperature": 0, **fields})
+        return Request(self.name(index), list(prompt), sampling, seed=sampling.seed or 0, **own)
+
+    def name(self, index: int) -> str:
+        """The id of a request of the round that runs."""
+        return f"{self.count}-{index}"
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, abort: Mapping[int, int] | None = None,
+        priorities: Sequence[int] | None = None, **sampling: Any,
+    ) -> list[list[int]]:
+        """The outputs of all prompts, submitted at once. ``abort``: which are given up, after how many tokens."""
+        abort = abort or {}
+
+        def give_up(index: int, answer: Answer) -> None:
+            if index in abort and len(answer.token_ids) >= abort[index]:
+                self.built.engine.abort(self.name(index))
+
+        answers = self.answer(
+            *({"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "priority": priority, **sampling}
+              for prompt, priority in zip(prompts, priorities or [0] * len(prompts), strict=True)),
+            on_output=give_up)
+        for index, answer in enumerate(answers):
+            assert answer.error is None, answer.error
+            assert index in abort or len(answer.token_ids) == max_tokens
+        return [answer.token_ids for answer in answers]
 
     def assert_clean(self) -> None:
         loop = self.built.engine.loop
@@ -135,6 +195,36 @@ class Running:
         usage = loop.parts.kv.usage()
         assert (usage.held, usage.fenced) == (0, 0)
         assert not loop.pool.states
+
+
+@dataclass
+class Tiny:
+    """Two layers of random weights, wide enough apart that greedy choices are rarely close; 160 tokens, 0 is BOS."""
+
+    path: Path
+    reference: Reference
+
+    def config(self, scheduler: Any, kv: str, speculator: Any, depth: int, **changes: Any) -> dict[str, Any]:
+        """Pages for about two of the prompts at a time, unless the manager is the contiguous one."""
+        scheduler = {"use": scheduler} if isinstance(scheduler, str) else dict(scheduler)
+        pages = 1 + (4 * 32 if kv == "contiguous" else 44)
+        return {
+            "model": {"path": str(self.path)}, "dtype": "float32", "device": "cpu", "max_model_len": 128,
+            "scheduler": {"max_batch_tokens": 48, "max_running": 6, **scheduler},
+            "kvcache": {"use": kv, "block_size": 4, "num_blocks": changes.pop("num_blocks", pages)},
+            "speculator": speculator, "execution": {"depth": depth, "num_threads": 1}, "observers": [], **changes,
+        }
+
+    def prompts(self, seed: int = 1) -> list[list[int]]:
+        """Random ones, one of a single token, and a family with a shared prefix, two of them the same."""
+        rng = random.Random(seed)
+        shared = self.prompt(21, rng)
+        own = [self.prompt(length, rng) for length in (1, 3, 17, 40)]
+        family = [shared + self.prompt(length, rng) for length in (2, 5, 11)]
+        return [*own, *family, family[0]]
+
+    def prompt(self, length: int, rng: random.Random) -> list[int]:
+        return [rng.randrange(2, 160) for _ in range(length)]
 
 
 @pytest.fixture
@@ -160,8 +250,7 @@ def book() -> Iterator[TieBook]:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
-    """Two layers of random weights, wide enough apart that greedy choices are rarely close."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
@@ -173,4 +262,16 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Referenc
     model = LlamaForCausalLM(config).eval()
     path = tmp_path_factory.mktemp("tiny-llama")
     model.save_pretrained(path)
-    return path, Reference(model)
+    return Tiny(path, Reference(model))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Reference:
+    """SmolLM2-135M-Instruct in transformers, loaded without any of our code."""
+    file = Path(__file__).parents[1] / "models" / "reference.py"
+    spec = importlib.util.spec_from_file_location("models_reference", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Reference(module.smollm2_reference())
