@@ -1,8 +1,10 @@
 """Our schedulers pass the kit that we give to plugin authors."""
 
+from typing import Any
+
 import pytest
 
-from hotswap.core.interfaces.scheduler import Scheduler
+from hotswap.core.interfaces.scheduler import QueuePolicy, RequestView, Scheduler
 from hotswap.core.testing.rig import build
 from hotswap.core.testing.scheduler import SchedulerSuite
 
@@ -30,6 +32,34 @@ class TestContinuousWithPriority(SchedulerSuite):
 class TestStatic(SchedulerSuite):
     def make_scheduler(self) -> Scheduler:
         return build("scheduler", "static")
+
+
+class Ageing(QueuePolicy):
+    """By the time that is left of a patience, which is shorter for short prompts: keys change while requests wait."""
+
+    dynamic = preemptive = True
+
+    def key(self, view: RequestView, now: float) -> tuple[Any, ...]:
+        waited = now - view.arrival
+        return (round(view.prompt_length * 0.01 - waited * (1 + view.prompt_length % 3), 9), view.sequence)
+
+
+def with_ageing(use: str) -> Scheduler:
+    scheduler = build("scheduler", use)
+    scheduler.policy = scheduler.waiting.policy = Ageing()
+    return scheduler
+
+
+class TestChunkedWithAPolicyOfChangingKeys(SchedulerSuite):
+    def make_scheduler(self) -> Scheduler:
+        return with_ageing("chunked")
+
+
+class TestContinuousWithAPolicyOfChangingKeys(SchedulerSuite):
+    kv = "prefix"
+
+    def make_scheduler(self) -> Scheduler:
+        return with_ageing("continuous")
 
 
 class TestChunkedOnPrefixCache(SchedulerSuite):
