@@ -51,7 +51,7 @@ class Built:
     def request_options(self) -> dict[str, type[RequestOptions]]:
         """Per live component that reads a part of a request's ``extra``: the model of that part."""
         return {
-            component.label.partition(":")[2]: component.RequestOptions
+            component.name: component.RequestOptions
             for component in self.components if component.RequestOptions is not None
         }
 

@@ -155,14 +155,14 @@ class EngineLoop:
         for state in context.undo():
             self._admit(state)  # the scheduler may have crossed it off already
         self.failed_plans += 1
-        name = type(self.parts.scheduler).__name__
-        problem = f"scheduler {name} made an invalid plan: {error}" if isinstance(error, PlanError) else str(
-            ComponentError("scheduler", name, "plan", error))
+        scheduler = self.parts.scheduler
+        problem = f"scheduler {scheduler.name!r} made an invalid plan: {error}" if isinstance(error, PlanError) else str(
+            ComponentError(scheduler.kind, scheduler.name, "plan", error))
         self.last_plan_error = problem
         logger.error("%s (plan undone)", problem, exc_info=not isinstance(error, PlanError))
         if self.parts.observers.active:
             self.parts.observers.notify(
-                "hotswap_plan_failed", component=f"scheduler:{name}", error=problem, time=context.now)
+                "hotswap_plan_failed", component=scheduler.label, error=problem, time=context.now)
         if self.failed_plans >= PLAN_ATTEMPTS and not self.in_flight:
             self.failed_plans = 0
             self.finish_all(FinishReason.ERROR, problem)
@@ -291,8 +291,8 @@ class EngineLoop:
         try:
             call()
         except Exception as error:
-            name = type(self.parts.scheduler).__name__
-            self.last_plan_error = str(ComponentError("scheduler", name, where, error))
+            scheduler = self.parts.scheduler
+            self.last_plan_error = str(ComponentError(scheduler.kind, scheduler.name, where, error))
             logger.exception("%s", self.last_plan_error)
 
     def _report(

@@ -24,7 +24,7 @@ def blaming(component: Component, where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ComponentError(component.kind, component.label, where, error) from error
+        raise ComponentError(component.kind, component.name, where, error) from error
 
 
 class ChoiceRow(NamedTuple):

@@ -113,9 +113,14 @@ class Component(ABC):
         self.parts: Mapping[str, Any] = parts or {}
 
     @property
+    def name(self) -> str:
+        """As the config names it; the class's name stands in where no registry built it."""
+        return self.origin.name if self.origin else type(self).__name__
+
+    @property
     def label(self) -> str:
-        """``kind:name``, as logs and errors name it; the class's name stands in where no registry built it."""
-        return f"{self.kind}:{self.origin.name if self.origin else type(self).__name__}"
+        """``kind:name``, as logs and errors name it."""
+        return f"{self.kind}:{self.name}"
 
     def describe(self) -> Description:
         return Description()

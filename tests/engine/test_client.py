@@ -146,7 +146,7 @@ def test_a_scheduler_that_raises_is_named_and_no_page_is_lost(engines: list[Engi
     engine.add(request("unlucky"), box.sink)
     assert box.reason() is FinishReason.ERROR
     assert box.final is not None
-    assert "ChunkedScheduler" in str(box.final.error)
+    assert "scheduler 'chunked' raised in plan" in str(box.final.error)
     assert "planted" in str(engine.health())
     engine.call(rig.loop.parts.kv.check)
     assert rig.loop.parts.kv.usage().held == 0

@@ -190,7 +190,7 @@ def test_a_request_that_a_processor_cannot_begin_fails_alone(make_host, referenc
     before = Ban()
     host = make_host(processors=[before, Picky()])
     rows = start(host, prompts, "dae")
-    assert "'logits_processor:Picky' raised in begin: ValueError: planted" in rows["d"].error
+    assert "logits_processor 'Picky' raised in begin: ValueError: planted" in rows["d"].error
     for name in "ae":
         assert rows[name].kept == reference.greedy(prompts[name], 1)
     host.drop("d")
@@ -217,7 +217,7 @@ def test_a_processor_that_raises_is_named(make_host, prompts):
     host = make_host(processors=[ban])
     host.new("a", prompts["a"])
     host.row("a", 3)
-    assert "'logits_processor:Ban' raised in apply: ValueError: planted" in host.worker.execute(host.take()).error
+    assert "logits_processor 'Ban' raised in apply: ValueError: planted" in host.worker.execute(host.take()).error
 
 
 def test_submit_returns_before_the_model_has_run(make_host, model, prompts):
