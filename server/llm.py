@@ -37,6 +37,8 @@ class LLM:
     Use it as a context manager, or call :meth:`close`. Calls from several threads share the engine's batches.
     """
 
+    _calls = itertools.count()  # of all instances, which may share an engine: request ids must differ
+
     def __init__(self, source: str | Path | Mapping[str, Any], **overrides: Any) -> None:
         flags = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in overrides.items()]
         if not isinstance(source, Mapping) and Path(source).suffix not in _CONFIG_FILES:
@@ -54,7 +56,6 @@ class LLM:
         self.served = served
         self._frontend = Frontend(served)
         self._texts = TokenTexts(served.tokenizer)
-        self._calls = itertools.count()
         self._finalizer = weakref.finalize(self, served.engine.stop)
 
     def generate(

@@ -9,7 +9,7 @@ from typing import Any
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.errors import EngineStoppedError, QueueFullError
 from hotswap.core.interfaces.parallel import Loads
-from hotswap.core.request import FinishReason, OutputSink, Request
+from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Engine:
         self._wake = threading.Condition(self._lock)
         self._queued = 0  # requests added that the loop has not seen
         self._draining = self._stopping = self._reported_stall = False
+        self._ended = False  # under the lock: no command that comes after it would be taken
         self._failure: str | None = None
         self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hotswap-loop", daemon=True)
@@ -41,7 +42,7 @@ class Engine:
 
     def add(self, request: Request, sink: OutputSink) -> None:
         with self._lock:
-            if self._draining or self._stopping or self._failure:
+            if self._draining or self._stopping or self._ended:
                 raise EngineStoppedError(self._failure or "the engine is shutting down and takes no new request")
             waiting = self._queued + self.loop.pool.waiting
             if self._max_queue is not None and waiting >= self._max_queue + self._free_slots():
@@ -65,7 +66,7 @@ class Engine:
     def health(self) -> str | None:
         if self._failure:
             return self._failure
-        if not self._thread.is_alive():
+        if self._ended:
             return "the engine's loop has ended"
         if problem := self.loop.parts.executor.health():
             return problem
@@ -93,7 +94,9 @@ class Engine:
     # for those who share the engine's process
 
     def call(self, function: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-        """Run ``function`` on the loop's thread between two turns; its result or exception is the caller's."""
+        """Run ``function`` on the loop's thread between two turns; its result or exception is the caller's.
+
+        EngineStoppedError where the loop has ended, or does not come to it in time."""
         done, box = threading.Event(), {}
 
         def command() -> None:
@@ -103,7 +106,8 @@ class Engine:
                 box["error"] = error
             done.set()
 
-        self._command(command)
+        if not self._command(command):
+            raise EngineStoppedError(self._failure or "the engine's loop has ended")
         if not done.wait(timeout_s):
             raise EngineStoppedError(f"the engine's loop did not answer within {timeout_s:g} s")
         if "error" in box:
@@ -116,17 +120,23 @@ class Engine:
     def _quiet_for(self) -> float:
         return self.loop.clock.now() - self.loop.progress_at if self.loop.pool.states else 0.0
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def _command(self, command: Callable[[], None]) -> bool:
+        """Whether the loop will take it."""
         with self._lock:
-            if not self._thread.is_alive() or self._failure:
-                return
+            if self._ended:
+                return False
             self._commands.append(command)
             self._wake.notify()
+        return True
 
     def _admit(self, request: Request, sink: OutputSink) -> None:
         with self._lock:
             self._queued -= 1
-        self.loop.add(request, sink)
+        try:
+            self.loop.add(request, sink)
+        except Exception as error:
+            logger.exception("request %s was not admitted", request.id)
+            sink(RequestOutput(request.id, [], "", finish_reason=FinishReason.ERROR, error=str(error)))
 
     # the thread
 
@@ -138,18 +148,23 @@ class Engine:
                 self._take_commands()
                 if not self.loop.turn():
                     self._rest()
-            self._take_commands()
-            self.loop.finish_all(FinishReason.ABORT, "the engine was stopped")
+            self._end(FinishReason.ABORT, "the engine was stopped")
         except BaseException as error:
             logger.exception("the engine's loop has ended")
             self._failure = f"the engine's loop has ended: {type(error).__name__}: {error}"
-            self._take_commands()
-            self.loop.finish_all(FinishReason.ERROR, self._failure)
+            self._end(FinishReason.ERROR, self._failure)
         finally:
             self._idle.set()
             self.loop.parts.executor.stop()
             if self._on_stop:
                 self._on_stop()
+
+    def _end(self, reason: FinishReason, error: str) -> None:
+        """Take what was commanded so far and nothing more; every request gets its last output."""
+        with self._lock:
+            self._ended = True
+        self._take_commands()
+        self.loop.finish_all(reason, error)
 
     def _take_commands(self) -> None:
         while self._commands:

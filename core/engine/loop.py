@@ -89,14 +89,19 @@ class EngineLoop:
             self.finish(state, FinishReason.ABORT)
 
     def finish(self, state: RequestState, reason: FinishReason, error: str | None = None) -> None:
-        """End a request that does not end by its own tokens."""
+        """End a request that does not end by its own tokens. Its client is told, whatever a component raises."""
         output = last_words(state, reason, error)
-        self._retire(state, reason)
-        self._deliver(state, output)
+        try:
+            self._retire(state, reason)
+        finally:
+            self._deliver(state, output)
 
     def finish_all(self, reason: FinishReason, error: str | None = None) -> None:
         for state in list(self.pool.states.values()):
-            self.finish(state, reason, error)
+            try:
+                self.finish(state, reason, error)
+            except Exception:
+                logger.exception("request %s could not give back what it holds", state.id)
 
     # the loop
 
@@ -205,7 +210,8 @@ class EngineLoop:
                 voided.append(state.id)
                 continue
             if row.error is not None or row.request != state.id:
-                self._fail(state, row.error or f"the worker answered for {row.request} instead")
+                error = row.error or f"the worker answered for {row.request} instead"
+                self.finish(state, FinishReason.ERROR, error)
                 continue
             if row.prompt_logprobs:
                 keep_prompt_logprobs(state, row)
@@ -243,12 +249,8 @@ class EngineLoop:
         for state in step.states:
             state.land()
             if state.status is not DONE:
-                self._fail(state, f"the step that computed this request failed: {verdict.error}")
-
-    def _fail(self, state: RequestState, error: str) -> None:
-        output = last_words(state, FinishReason.ERROR, error)
-        self._retire(state, FinishReason.ERROR)
-        self._deliver(state, output)
+                error = f"the step that computed this request failed: {verdict.error}"
+                self.finish(state, FinishReason.ERROR, error)
 
     def _retire(self, state: RequestState, reason: FinishReason) -> None:
         """Give back everything the request holds, exactly once."""

@@ -4,6 +4,7 @@ from collections import deque
 from enum import Enum
 from typing import Any
 
+from hotswap.core.errors import RequestError
 from hotswap.core.interfaces.kvcache import KVCacheManager, Match
 from hotswap.core.request import FinishReason, OutputSink, Request, TokenLogprob
 
@@ -34,8 +35,8 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end", "finish_reason", "finished_at",
-        "first_scheduled_at", "first_token_at", "flying", "id", "kept_in_flight", "match", "max_new", "on_worker",
+        "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end", "finish_reason",
+        "finished_at", "first_scheduled_at", "first_token_at", "flying", "id", "kept_in_flight", "max_new", "on_worker",
         "preemptions", "priority", "prompt_length", "prompt_logprobs", "ready", "request", "reusable", "sequence",
         "sink", "status", "stop_ids", "tenant", "told", "tokens", "verified",
     )
@@ -55,7 +56,6 @@ class RequestState:
         self.status = WAITING
         self.computed = self.verified = self.told = self.commit_due = 0
         self.ready = self.draft_limit = self.reusable = self.preemptions = self.kept_in_flight = 0
-        self.match: Match | None = None
         self.flying: deque[FlyingRow] = deque()
         self.on_worker = False
         self.cached_tokens: int | None = None
@@ -100,7 +100,6 @@ class RequestState:
 
     def refresh_waiting(self, match: Match, lookahead: int) -> None:
         """A waiting request could compute everything that the cache does not have."""
-        self.match = match
         self.reusable = match.cached + match.pending
         self.ready = len(self.tokens) - self.reusable
         self.draft_limit = max(0, min(lookahead, self.max_new - self.output_length - 1))
@@ -139,6 +138,9 @@ class RequestPool:
         self._sequence = 0
 
     def add(self, request: Request, sink: OutputSink, arrival: float, max_new: int) -> RequestState:
+        """RequestError where a request of that id lives already: everything is found by it."""
+        if request.id in self.states:
+            raise RequestError(f"a request with the id {request.id!r} lives already; give each its own")
         state = RequestState(request, sink, arrival, self._sequence, max_new)
         self._sequence += 1
         self.states[request.id] = state

@@ -145,7 +145,8 @@ class EngineClient(Protocol):
     def add(self, request: Request, sink: OutputSink) -> None:
         """Start a request; its outputs go to ``sink``, the last one with a finish reason.
 
-        Raises RequestError for what cannot be served, QueueFullError, EngineStoppedError."""
+        Raises RequestError for what cannot be served, QueueFullError, EngineStoppedError. The id must be no other live
+        request's: such a one ends with an error at once."""
 
     def abort(self, request_id: str) -> None:
         """End a request; a no-op where it has ended. Its sink still gets exactly one final output."""

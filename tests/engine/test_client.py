@@ -230,6 +230,48 @@ def test_a_loop_that_dies_says_so_and_ends_every_request(engines: list[Engine]) 
         engine.add(request("later"), Box().sink)
 
 
+def test_nobody_waits_for_a_loop_that_has_died(engines: list[Engine]) -> None:
+    rig = make_rig()
+    engine = start(engines, rig)
+
+    def explode() -> bool:
+        raise SystemExit("planted")
+
+    rig.loop.turn = explode  # type: ignore[method-assign]
+    engine.abort("nothing")  # wakes the loop
+    engine._thread.join(5)
+    begun = time.perf_counter()
+    with pytest.raises(EngineStoppedError, match="planted"):
+        engine.reset()
+    assert time.perf_counter() - begun < 1
+    assert "planted" in str(engine.health())
+
+
+def test_when_the_loop_dies_a_cache_that_cannot_give_back_costs_nobody_the_last_output(engines: list[Engine]) -> None:
+    rig = make_rig()
+
+    def explode(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted")
+
+    rig.executor.collect = explode  # type: ignore[method-assign]
+    rig.loop.parts.kv.release = explode  # type: ignore[method-assign]
+    engine = start(engines, rig)
+    boxes = [Box(), Box()]
+    engine.call(lambda: [rig.loop.add(request(f"r{i}"), box.sink) for i, box in enumerate(boxes)])
+    assert [box.reason() for box in boxes] == [FinishReason.ERROR] * 2
+
+
+def test_a_second_request_of_the_same_name_is_refused_and_the_first_goes_on(engines: list[Engine]) -> None:
+    engine = start(engines, make_rig(wrap_worker=slow))
+    first, second = Box(), Box()
+    engine.add(request("twin", max_tokens=20), first.sink)
+    engine.add(request("twin"), second.sink)
+    assert second.reason() is FinishReason.ERROR
+    assert "twin" in str(second.final and second.final.error)
+    assert first.reason() is FinishReason.LENGTH
+    assert first.tokens == continuation([1, 2, 3], 20)
+
+
 def test_a_leaked_page_is_given_back_with_a_log_line_and_a_metric(
     engines: list[Engine], caplog: pytest.LogCaptureFixture,
 ) -> None:
