@@ -1,6 +1,7 @@
 """One plan: the façade that a scheduler uses, and the journal that takes everything back if the plan fails."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,15 @@ class PlanError(Exception):
     """A scheduler's plan breaks a rule; the message says which."""
 
 
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Greatest sizes of a step. ``reuse_tail`` and ``lookahead`` are the speculator's."""
 
-    def __init__(
-        self, max_batch_tokens: int, max_running: int, max_model_len: int, lookahead: int = 0, reuse_tail: int = 0,
-    ) -> None:
-        self.max_batch_tokens, self.max_running, self.max_model_len = max_batch_tokens, max_running, max_model_len
-        self.lookahead, self.reuse_tail = lookahead, reuse_tail
+    max_batch_tokens: int
+    max_running: int
+    max_model_len: int
+    lookahead: int = 0
+    reuse_tail: int = 0
 
 
 class Context:

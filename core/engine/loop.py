@@ -216,7 +216,12 @@ class EngineLoop:
             if row.prompt_logprobs:
                 keep_prompt_logprobs(state, row)
             if row.kept:
-                output, ending = absorb(state, row, now)
+                try:
+                    output, ending = absorb(state, row, now)
+                except Exception as error:
+                    logger.exception("the detokeniser of request %s raised", state.id)
+                    self.finish(state, FinishReason.ERROR, f"the detokeniser raised {type(error).__name__}: {error}")
+                    continue
                 kept.append((state.id, len(output.token_ids)))
             if state.status is RUNNING:  # else its table went with the suspension
                 self._settle(state, row)

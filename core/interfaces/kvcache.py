@@ -1,7 +1,7 @@
 """The KV-cache manager: owns pages, touches no device. ``kvcache/1``, ``eviction_policy/1``.
 
 A page holds ``page_size`` tokens of one cache group. A table maps a request's logical pages to page ids, per group.
-All methods are called from the engine's loop thread only.
+All methods are called from the engine's loop thread only, :meth:`KVCacheManager.usage` aside.
 """
 
 from abc import abstractmethod
@@ -232,7 +232,8 @@ class KVCacheManager(Component):
         """Forget every cached page that nobody holds; held ones are un-indexed. Returns the number dropped."""
 
     @abstractmethod
-    def usage(self) -> CacheUsage: ...
+    def usage(self) -> CacheUsage:
+        """Counted already: it is asked for in every step, and from any thread, by routers and the server."""
 
     def owners(self) -> dict[str, int]:
         """Pages per request that holds a table, so that a leak can be reported with its owner."""

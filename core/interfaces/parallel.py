@@ -71,7 +71,6 @@ class WorkerInfo:
     free_bytes: int
     """Memory left for pages on the poorest rank."""
     max_model_len: int
-    weights_bytes: int = 0
 
 
 class Worker(Protocol):

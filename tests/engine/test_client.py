@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.interfaces.kvcache import CacheKey
 from hotswap.core.interfaces.scheduler import PlanContext, StepPlan
 from hotswap.core.live import LiveComponents
-from hotswap.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from hotswap.core.request import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 from hotswap.core.testing.fakes import FakeWorker, continuation
 from hotswap.core.testing.rig import Rig, build, make_rig
 
@@ -124,6 +125,26 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(engines: list[Engine]
     assert "planted" in str(bad.final.error)
     engine.add(request("good"), good.sink)
     assert good.reason() is FinishReason.LENGTH
+    assert rig.loop.parts.kv.usage().held == 0
+
+
+def test_a_detokeniser_that_raises_ends_its_own_request_and_no_other(engines: list[Engine]) -> None:
+    class Torn:
+        def push(self, token_ids: list[int], search_stops_after: int = 0) -> TextDelta:
+            raise UnicodeError("planted")
+
+        def finish(self) -> str:
+            return ""
+
+    rig = make_rig()
+    engine = start(engines, rig)
+    bad, good = Box(), Box()
+    engine.add(replace(request("bad"), detokenizer=Torn()), bad.sink)
+    engine.add(request("good", max_tokens=20), good.sink)
+    assert bad.reason() is FinishReason.ERROR
+    assert "planted" in str(bad.final and bad.final.error)
+    assert good.reason() is FinishReason.LENGTH
+    engine.call(rig.loop.parts.kv.check)
     assert rig.loop.parts.kv.usage().held == 0
 
 
