@@ -5,11 +5,11 @@ components (``extra``) is refused here, so that nothing out of range ever reache
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 
 from pydantic import ValidationError
 
 from hotswap.core.errors import ContextLengthError, RequestError
+from hotswap.core.explain import nearest
 from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.request import SamplingParams
 
@@ -102,6 +102,6 @@ def _check_extra(params: SamplingParams, request_options: Mapping[str, type[Requ
 
 def _unknown_component(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
-    nearest = get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"it is read by: {', '.join(known) or 'none'}"
+    near = nearest(name, known)
+    hint = f"did you mean {near!r}?" if near else f"it is read by: {', '.join(known) or 'none'}"
     return f"extra names {name!r}, but no loaded component of that name takes request options; {hint}"

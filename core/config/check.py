@@ -69,7 +69,7 @@ def check_config(config: Config, registry: Registry) -> Components:
     for path, kinds, ref in named(config):
         try:
             if ref.use == AUTO and kinds == ("attention",):
-                ref, note = choose_attention(registry, ref, resolve_device(config.device))
+                ref, note = choose_attention(registry, ref, _device(config))
                 notes.append(note)
             built[path] = registry.build(kind_of(registry, kinds, ref, path), ref, path, known_keys())
         except ConfigError as error:
@@ -132,13 +132,12 @@ def choose_attention(registry: Registry, ref: ComponentRef, device: str) -> tupl
     return ComponentRef(use=name, **ref.options), f"attention: auto chose '{name}', because {why} {kind}{reasons}"
 
 
-def resolve_device(device: str) -> str:
-    """The device that ``auto`` stands for: an accelerator where there is one."""
-    if device != AUTO:
-        return device
-    import torch
+def _device(config: Config) -> str:
+    if config.device != AUTO:
+        return config.device
+    from hotswap.core.execution.device import auto_device  # imports torch, which a check does not need otherwise
 
-    return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+    return auto_device()
 
 
 def named(config: Config) -> Iterator[tuple[str, tuple[str, ...], ComponentRef]]:

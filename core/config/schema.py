@@ -188,7 +188,7 @@ class Config(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and activations; auto: the checkpoint's own where the device computes well in it."""
     device: Annotated[str, Field(pattern=r"^(auto|[a-z]+(:[0-9]+)?)$")] = "auto"
-    """cpu, cuda, cuda:1 …; auto: an accelerator where there is one."""
+    """cpu, cuda, cuda:1 …; auto: CUDA where there is a device, else the CPU."""
     seed: int = 0
     """Of the random numbers of requests that bring no seed."""
     max_model_len: Count | None = None

@@ -12,10 +12,15 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def auto_device() -> str:
+    """What "auto" stands for: CUDA where there is a device."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def choose_device(wanted: str, notes: list[str]) -> str:
-    """``wanted`` or, for "auto", CUDA where there is a device. ConfigError where ``wanted`` is not there."""
+    """``wanted``, or what "auto" stands for. ConfigError where ``wanted`` is not there."""
     if wanted == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = auto_device()
         notes.append(f"device: {device} (auto: {'a' if device == 'cuda' else 'no'} CUDA device was found)")
         return device
     try:

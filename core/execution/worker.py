@@ -88,7 +88,6 @@ class ModelWorker:
         self._model, self._facts, self._attention = model, facts, attention
         self._speculator, self._needs = speculator, speculator.needs()
         self._settings, self._clock = settings, clock
-        check_support(attention, model.attention_shapes({}), settings)
         if self._needs.cache_specs or self._needs.taps:
             raise ConfigError(
                 f"{speculator.label} needs cache groups or hidden states of its own, which this worker does not give; "

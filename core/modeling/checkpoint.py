@@ -8,12 +8,12 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotswap.core.errors import ConfigError, ModelLoadError
+from hotswap.core.explain import nearest
 from hotswap.core.modeling import catalogue, gguf_checkpoint
 from hotswap.core.modeling.gguf import GGUFFile
 
@@ -101,8 +101,8 @@ def open_checkpoint(
         return GGUFCheckpoint(path, progress)
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not model.startswith("."):
         return _open_directory(_download(model, revision, cache_dir, progress), progress)
-    near = get_close_matches(model.lower(), catalogue.CATALOGUE, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else f" The catalogue has {sorted(catalogue.CATALOGUE)}."
+    near = nearest(model, catalogue.CATALOGUE)
+    hint = f" Did you mean {near!r}?" if near else f" The catalogue has {sorted(catalogue.CATALOGUE)}."
     raise ConfigError(
         f"unknown model {model!r}: expected an existing directory or .gguf file, a hub id (owner/name), "
         f"or a catalogue name.{hint}", "model",

@@ -7,13 +7,13 @@ the load with an error that lists the names.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
 
 from hotswap.core.errors import ModelLoadError
+from hotswap.core.explain import nearest
 from hotswap.core.modeling.gguf import GGUFFile
 from hotswap.core.modeling.gguf_checkpoint import TensorSource
 from hotswap.core.modeling.mesh import Shard
@@ -104,8 +104,8 @@ class WeightSource(ABC):
         self._close_bar()
 
     def _nearest(self) -> str:
-        near = get_close_matches(self._missing[0], [n for n in self.names() if n not in self._taken], n=1)
-        return f" (there is {near[0]!r})" if near else ""
+        near = nearest(self._missing[0], (name for name in self.names() if name not in self._taken))
+        return f" (there is {near!r})" if near else ""
 
     def _advance(self, tensor: torch.Tensor) -> None:
         if not self._progress:

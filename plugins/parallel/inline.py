@@ -46,7 +46,7 @@ class InlineExecutor(Executor):
         if plan.world_size != 1:
             raise ConfigError(
                 f"the inline executor runs one rank, the parallel strategies ask for {plan.world_size}; "
-                "use an executor that starts processes, or shard over fewer ranks", "executor")
+                "use an executor that starts processes, or shard over fewer ranks", "parallel")
         if self._thread is not None:
             raise RuntimeError("launch was called twice")
         self._closed = None
