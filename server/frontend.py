@@ -20,6 +20,9 @@ from hotswap.server.text.detokenizer import StreamDetokenizer
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 8192
 """Of all stop strings together: each costs memory for as long as the request lives."""
+MAX_BAD_WORDS = 1024
+MAX_BAD_CHARACTERS = 65536
+"""Of all bad words together: each is tokenised twice before the request is taken."""
 MAX_SEQUENCES = 1024
 """Prompts times ``n`` of one call."""
 
@@ -31,13 +34,16 @@ class Prompt(NamedTuple):
     text: str | None = None
 
 
-class Origin(NamedTuple):
+class Caller(NamedTuple):
     """Who asks. ``salt`` separates cached prefixes: requests of different salts share none."""
 
     tenant: str = ""
     salt: str = ""
     priority: int = 0
     attrs: Mapping[str, Any] = {}
+
+
+NOBODY = Caller()
 
 
 class Frontend:
@@ -85,17 +91,17 @@ class Frontend:
             raise RequestError(error.message, "chat_template") from error
 
     def requests(
-        self, call_id: str, prompts: Sequence[Prompt], sampling: SamplingParams, origin: Origin = Origin(),  # noqa: B008
+        self, call_id: str, prompts: Sequence[Prompt], sampling: SamplingParams, caller: Caller = NOBODY,
     ) -> list[Request]:
         """One request a choice: ``n`` for the first prompt, then ``n`` for the second, and so on.
 
         RequestError where one of them cannot be served.
         """
-        count = len(prompts) * sampling.n
-        if count > MAX_SEQUENCES:
-            raise RequestError(
-                f"{len(prompts)} prompts with n {sampling.n} make {count} sequences, the limit is {MAX_SEQUENCES}", "n")
-        _check_stops(sampling.stop)
+        check_count(len(prompts), sampling.n)
+        _check_texts("stop", sampling.stop, MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
+        if not all(sampling.stop):
+            raise RequestError("stop holds an empty string, which would end every text at once; remove it", "stop")
+        _check_texts("bad_words", sampling.bad_words or [], MAX_BAD_WORDS, MAX_BAD_CHARACTERS)
         bad_words = self._bad_words(sampling.bad_words or [])
         seed = sampling.seed if sampling.seed is not None else f"{self.served.seed}/{next(self._unseeded)}"
         requests = []
@@ -109,8 +115,8 @@ class Frontend:
                 requests.append(Request(
                     id=f"{call_id}-{position * sampling.n + choice}", prompt_token_ids=prompt.token_ids,
                     sampling=resolved, seed=derived_seed(seed, choice), eos_token_ids=self.served.eos_token_ids,
-                    bad_words_token_ids=bad_words, priority=origin.priority, tenant=origin.tenant, attrs=origin.attrs,
-                    cache_key=replace(self.served.cache_key, salt=origin.salt), detokenizer=self._detokenizer(resolved),
+                    bad_words_token_ids=bad_words, priority=caller.priority, tenant=caller.tenant, attrs=caller.attrs,
+                    cache_key=replace(self.served.cache_key, salt=caller.salt), detokenizer=self._detokenizer(resolved),
                 ))
         return requests
 
@@ -144,11 +150,16 @@ def first_problem(error: ValidationError) -> RequestError:
     return RequestError(f"{field}: {message}, got {reprlib.repr(problem['input'])}" if field else message, field or None)
 
 
-def _check_stops(stops: Sequence[str]) -> None:
-    if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+def check_count(num_prompts: int, n: int) -> None:
+    """RequestError where a call asks for too many sequences."""
+    count = num_prompts * n
+    if count > MAX_SEQUENCES:
+        raise RequestError(f"{num_prompts} prompts with n {n} make {count} sequences, the limit is {MAX_SEQUENCES}", "n")
+
+
+def _check_texts(param: str, texts: Sequence[str], most: int, most_characters: int) -> None:
+    characters = sum(map(len, texts))
+    if len(texts) > most or characters > most_characters:
         raise RequestError(
-            f"stop holds {len(stops)} strings of {sum(map(len, stops))} characters, the limits are {MAX_STOP_STRINGS} "
-            f"and {MAX_STOP_CHARACTERS}", "stop",
-        )
-    if not all(stops):
-        raise RequestError("stop holds an empty string, which would end every text at once; remove it", "stop")
+            f"{param} holds {len(texts)} strings of {characters} characters, the limits are {most} and {most_characters}",
+            param)

@@ -29,7 +29,7 @@ class _SchemaWriter:
     def write(self) -> dict[str, Any]:
         for section, kind in SECTIONS.items():
             field = Config.model_fields[section]
-            definition = self.definitions[field.annotation.__name__]  # type: ignore[union-attr]
+            definition = self.definitions[field.annotation.__name__]  # type: ignore[union-attr]  # sections are classes
             self._section(definition, kind)
         for section, kinds in LISTS.items():
             items = [{"$ref": self._kind(kind)} for kind in kinds]

@@ -46,17 +46,17 @@ class Answer(ABC):
         self._call.start()
         if self._body.stream:
             return EventStream(self._events(), headers, self._call.close)
-        return JSONResponse(await unless_gone(request, self._gathered()), headers=headers)
+        try:
+            return JSONResponse(await unless_gone(request, self._gathered()), headers=headers)
+        finally:  # out here, since a task that is cancelled early never runs
+            self._call.close()
 
     async def _gathered(self) -> dict[str, Any]:
-        try:
-            for index, output in await self._call.all():
-                if error := ended_badly(output, self._request_id):
-                    raise error
-                self.choices[index].add(output)
-            return self.whole()
-        finally:
-            self._call.close()
+        for index, output in await self._call.all():
+            if error := ended_badly(output, self._request_id):
+                raise error
+            self.choices[index].add(output)
+        return self.whole()
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         try:

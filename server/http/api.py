@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import uuid
+from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import Request
@@ -10,7 +11,7 @@ from fastapi import Request
 from hotswap.core.config.schema import ServerSection
 from hotswap.core.request import SamplingParams
 from hotswap.server.bridge import Bridge, Call
-from hotswap.server.frontend import Frontend, Origin, Prompt
+from hotswap.server.frontend import Caller, Frontend, Prompt, check_count
 from hotswap.server.http.body import UnknownFields, read_object, validate
 from hotswap.server.http.errors import ApiError
 from hotswap.server.http.middleware import Keys
@@ -21,9 +22,10 @@ from hotswap.server.served import Served
 from hotswap.server.text.tokens import TokenTexts
 
 LONG_TEXT = 20_000
-"""Characters beyond which encoding would hold up the event loop for milliseconds: a thread does it then."""
+"""Characters of a call beyond which encoding would hold up the event loop for milliseconds: a thread does it then."""
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 
 class Api:
@@ -68,19 +70,20 @@ class Api:
                 "model_not_found")
         return body, headers
 
-    async def completion_prompts(self, body: CompletionBody) -> list[Prompt]:
+    async def completion_prompts(self, body: CompletionBody, n: int) -> list[Prompt]:
         given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         if isinstance(given[0], int):
             given = [given]
-        return [
-            Prompt(await self.encode(item, body.add_special_tokens), item) if isinstance(item, str) else Prompt(item)
-            for item in given
-        ]
+        check_count(len(given), n)  # before the work of encoding them
+
+        def encode() -> list[Prompt]:
+            tokens, special = self.frontend.encode, body.add_special_tokens
+            return [Prompt(tokens(item, special), item) if isinstance(item, str) else Prompt(item) for item in given]
+
+        return await _run(encode, sum(len(item) for item in given if isinstance(item, str)) > LONG_TEXT)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self.frontend.encode, text, add_special_tokens)
-        return self.frontend.encode(text, add_special_tokens)
+        return await _run(lambda: self.frontend.encode(text, add_special_tokens), len(text) > LONG_TEXT)
 
     async def chat_prompt(self, body: ChatPrompt) -> Prompt:
         if body.chat_template is not None and not self.settings.allow_request_chat_template:
@@ -95,22 +98,27 @@ class Api:
                 variables=body.chat_template_kwargs, template=body.chat_template)
 
         long = body.chat_template is not None or sum(len(m["content"]) for m in messages) > LONG_TEXT
-        return Prompt(await asyncio.to_thread(encode) if long else encode())
+        return Prompt(await _run(encode, long))
 
     def call(
         self, request: Request, body: GenerationBody, call_id: str, prompts: list[Prompt], sampling: SamplingParams,
     ) -> Call:
         """The engine's requests for a body; not started yet."""
-        origin = Origin(
+        caller = Caller(
             request.state.tenant, self._salt(request.state.tenant, body.cache_salt or ""), body.priority,
             {"request_id": request.state.request_id})
-        return Call(self.served.engine, self.bridge, self.frontend.requests(call_id, prompts, sampling, origin))
+        return Call(self.served.engine, self.bridge, self.frontend.requests(call_id, prompts, sampling, caller))
 
     def _salt(self, tenant: str, salt: str) -> str:
         """With several tenants, none can find out by timing what another has sent."""
         if not self._separate_tenants:
             return salt
         return hashlib.sha256(f"{tenant}\0{salt}".encode()).hexdigest()
+
+
+async def _run(work: Callable[[], T], long: bool) -> T:
+    """Long work in a thread, so that the event loop goes on."""
+    return await asyncio.to_thread(work) if long else work()
 
 
 def new_id(prefix: str) -> str:

@@ -17,7 +17,7 @@ async def create_completion(api: Api, request: Request) -> Response:
     body, headers = await api.body(request, CompletionBody)
     body.check_stream_options()
     sampling = api.frontend.sampling(body.sampling_given())
-    prompts = await api.completion_prompts(body)
+    prompts = await api.completion_prompts(body, sampling.n)
     call_id = new_id("cmpl")
     call = api.call(request, body, call_id, prompts, sampling)
     answer = CompletionAnswer(api, body, call, prompts, call_id, request.state.request_id)

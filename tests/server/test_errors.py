@@ -59,7 +59,7 @@ def test_a_large_body_sent_in_chunks_is_refused_too(start):
     ({"prompt": {}}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": None}, "prompt"),
     ({"prompt": [260]}, "prompt"), ({"prompt": "x" * 511, "max_tokens": 5}, "max_tokens"), ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"stream_options": {"include_usage": 3}}, "stream_options"), ({"cache_salt": 5}, "cache_salt"),
-    ({"prompt": ["x"] * 2000}, "n"), ({"bad_words": [""]}, "bad_words"),
+    ({"prompt": ["x"] * 2000}, "n"), ({"bad_words": [""]}, "bad_words"), ({"bad_words": ["x"] * 2000}, "bad_words"),
 ])
 def test_what_cannot_be_served_is_refused_by_name_before_the_first_byte(server, fields, param, streamed):
     error = assert_error(server.complete(**{"stream": streamed, **fields}), 400)
