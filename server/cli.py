@@ -1,4 +1,5 @@
-"""The ``hotswap`` command. Each subcommand's module is imported when it is called, torch only where a model is run."""
+"""The ``hotswap`` command. Each subcommand's module is imported when it is called. Torch comes with a model, or with a
+component that is named and needs it; listing the plugins imports neither."""
 
 import importlib
 from typing import Any

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hotswap.core.config.describe import public_name
 from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import RequestOptions
@@ -54,9 +55,8 @@ def defaults_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 def served_by(built: "Built") -> Served:
     """What a running engine serves. ConfigError where ``server.chat_template`` cannot be read."""
     config, checkpoint = built.resolved.config, built.checkpoint
-    source = config.model.source
     return Served(
-        name=config.server.served_model_name or (Path(source).name.removesuffix(".gguf") if Path(source).exists() else source),
+        name=config.server.served_model_name or public_name(config.model.source),
         engine=built.engine, tokenizer=checkpoint.tokenizer(), vocab_size=built.facts.vocab_size,
         max_model_len=built.max_model_len, eos_token_ids=checkpoint.eos_token_ids(built.facts.vocab_size),
         cache_key=CacheKey(model_revision=checkpoint.revision, dtype=config.dtype),

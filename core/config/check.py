@@ -135,7 +135,7 @@ def choose_attention(registry: Registry, ref: ComponentRef, device: str) -> tupl
 def _device(config: Config) -> str:
     if config.device != AUTO:
         return config.device
-    from hotswap.core.execution.device import auto_device  # imports torch, which a check does not need otherwise
+    from hotswap.core.execution.device import auto_device  # here, since it imports torch
 
     return auto_device()
 

@@ -1,6 +1,7 @@
 """A config for people: each value with its source, the components' own options and defaults included."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hotswap.core.config.check import AUTO, kind_of
@@ -17,6 +18,11 @@ class Row(NamedTuple):
     path: str
     value: Any
     source: str
+
+
+def public_name(source: str) -> str:
+    """What clients call the model of that name or path: of a path the last part, since where files lie concerns nobody."""
+    return Path(source).name.removesuffix(".gguf") if Path(source).exists() else source
 
 
 def rows(resolved: ResolvedConfig, registry: Registry) -> Iterator[Row]:

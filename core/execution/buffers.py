@@ -14,8 +14,8 @@ from hotswap.core.interfaces.kvcache import CachePlan, Grant, GroupGrant, GroupP
 
 
 @dataclass(slots=True)
-class Tenant:
-    """The request that holds a slot. ``error``: why it failed; it then stays, untouched, until the host drops it."""
+class Resident:
+    """A request that has a slot of the worker. ``error``: why it failed; it then stays, untouched, until the host drops it."""
 
     new: NewRequest
     slot: int
@@ -58,14 +58,14 @@ class RequestTable:
         self.known = np.zeros(slots, np.int64)
         self.computed = np.zeros(slots, np.int64)
         self.tables = {group: PageTable(share, slots, max_tokens) for group, share in plan.groups.items()}
-        self._tenants: dict[str, Tenant] = {}
+        self._residents: dict[str, Resident] = {}
         self._free = list(range(slots))
 
     def __len__(self) -> int:
-        return len(self._tenants)
+        return len(self._residents)
 
-    def get(self, request: str) -> Tenant | None:
-        return self._tenants.get(request)
+    def get(self, request: str) -> Resident | None:
+        return self._residents.get(request)
 
     def add(self, new: NewRequest) -> None:
         """A request that is here already begins anew."""
@@ -73,45 +73,45 @@ class RequestTable:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        self._tenants[new.id] = Tenant(new, slot)
+        self._residents[new.id] = Resident(new, slot)
         self.tokens[slot, : len(new.tokens)] = new.tokens
         self.known[slot], self.computed[slot] = len(new.tokens), 0
 
     def remove(self, request: str) -> bool:
         """Whether it was here."""
-        tenant = self._tenants.pop(request, None)
-        if tenant is None:
+        resident = self._residents.pop(request, None)
+        if resident is None:
             return False
         for table in self.tables.values():
-            table.clear(tenant.slot)
-        self._free.append(tenant.slot)
+            table.clear(resident.slot)
+        self._free.append(resident.slot)
         return True
 
     def resume(self, request: str, computed: int) -> None:
         """``computed`` tokens will lie in the pages that this step grants. A request that is not here is let be."""
-        tenant = self._tenants.get(request)
-        if tenant is not None:
-            self.computed[tenant.slot] = computed
+        resident = self._residents.get(request)
+        if resident is not None:
+            self.computed[resident.slot] = computed
             for table in self.tables.values():
-                table.clear(tenant.slot)
+                table.clear(resident.slot)
 
     def grant(self, request: str, grant: Grant) -> None:
         """Change the page tables of a request; one that is not here is let be. Page copies are the caller's."""
-        tenant = self._tenants.get(request)
-        if tenant is not None:
+        resident = self._residents.get(request)
+        if resident is not None:
             for group, change in grant.groups.items():
-                self.tables[group].apply(tenant.slot, change)
+                self.tables[group].apply(resident.slot, change)
 
     def fail(self, requests: Iterable[str], error: str) -> None:
         for request in requests:
-            tenant = self._tenants.get(request)
-            if tenant is not None:
-                tenant.error = error
+            resident = self._residents.get(request)
+            if resident is not None:
+                resident.error = error
 
     def lengths(self, request: str) -> dict[str, int]:
         """The true computed length, per group. All groups of the model advance together."""
-        tenant = self._tenants[request]
-        return dict.fromkeys(self.tables, int(self.computed[tenant.slot]))
+        resident = self._residents[request]
+        return dict.fromkeys(self.tables, int(self.computed[resident.slot]))
 
     def append(self, slots: IntArray, kept: Sequence[Sequence[int]]) -> None:
         """Each slot's kept tokens become known."""

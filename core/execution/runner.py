@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hotswap.core.errors import ComponentError
-from hotswap.core.execution.buffers import RequestTable, Tenant
+from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser, blaming
 from hotswap.core.execution.layout import BatchLayout, IntArray, batch_layout, token_positions
@@ -31,7 +31,7 @@ class _Batch:
     ``samples`` when it reaches the last known token. ``slots``: the requests' places in the table."""
 
     rows: list[Row]
-    tenants: list[Tenant]
+    residents: list[Resident]
     slots: IntArray
     counts: IntArray
     computed: IntArray
@@ -127,25 +127,25 @@ class ModelRunner:
 
     def _gather(self, rows: Sequence[Row]) -> tuple[_Batch, dict[str, RowVerdict]]:
         """The rows that can run, and the verdicts of those that cannot: of requests that failed, or are not here."""
-        able, tenants, refused = [], [], {}
+        able, residents, refused = [], [], {}
         for row in rows:
-            tenant = self._table.get(row.request)
-            if tenant is None:
+            resident = self._table.get(row.request)
+            if resident is None:
                 refused[row.request] = RowVerdict(row.request, [], 0, error="the worker does not know the request")
-            elif tenant.error is not None:
+            elif resident.error is not None:
                 refused[row.request] = RowVerdict(
-                    row.request, [], int(self._table.computed[tenant.slot]), error=tenant.error)
+                    row.request, [], int(self._table.computed[resident.slot]), error=resident.error)
             else:
                 able.append(row)
-                tenants.append(tenant)
-        slots = np.array([tenant.slot for tenant in tenants], np.int64)
+                residents.append(resident)
+        slots = np.array([resident.slot for resident in residents], np.int64)
         counts = np.array([row.n_tokens for row in able], np.int64)
         computed, known = self._table.computed[slots], self._table.known[slots]
         beyond = np.flatnonzero(computed + counts > known)
         assert not len(beyond), (
             f"{able[beyond[0]]} starts at {computed[beyond[0]]}, but only {known[beyond[0]]} tokens are known")
         samples = computed + counts == known
-        return _Batch(able, tenants, slots, counts, computed, known, samples, [[] for _ in able]), refused
+        return _Batch(able, residents, slots, counts, computed, known, samples, [[] for _ in able]), refused
 
     def _propose(self, batch: _Batch) -> None:
         """Ask for drafts and write them behind the known tokens. Of what is no token, or too much, nothing is kept."""
@@ -209,7 +209,7 @@ class ModelRunner:
             return Choices([], [])
         firsts, rows = (starts + batch.counts - 1)[sampling], []
         for i, position in zip(sampling.tolist(), batch.known[sampling].tolist(), strict=True):
-            rows.append(ChoiceRow(batch.tenants[i].new, position, batch.drafts[i]))
+            rows.append(ChoiceRow(batch.residents[i].new, position, batch.drafts[i]))
         index = token_positions(np.array([len(row.drafts) + 1 for row in rows]), firsts)
         if len(index) < len(hidden):
             hidden = hidden[torch.from_numpy(index).to(self._device)]
@@ -219,11 +219,11 @@ class ModelRunner:
     def _score_prompts(self, batch: _Batch, starts: IntArray, hidden: torch.Tensor) -> dict[int, list[TokenLogprob]]:
         """By row: logprobs of the prompt tokens that this step's tokens predict."""
         scored = {}
-        for i, tenant in enumerate(batch.tenants):
-            top, first = tenant.new.sampling.prompt_logprobs, int(batch.computed[i]) + 1
-            count = min(int(batch.counts[i]), tenant.new.prompt_length - first)
+        for i, resident in enumerate(batch.residents):
+            top, first = resident.new.sampling.prompt_logprobs, int(batch.computed[i]) + 1
+            count = min(int(batch.counts[i]), resident.new.prompt_length - first)
             if top is not None and count > 0:
-                tokens = self._table.tokens[tenant.slot, first : first + count].tolist()
+                tokens = self._table.tokens[resident.slot, first : first + count].tolist()
                 rows = hidden[starts[i] : starts[i] + count]
                 scored[i] = prompt_logprobs(rows, tokens, top, self._model.head)
         return scored
@@ -237,7 +237,7 @@ class ModelRunner:
             verdict, drafted = verdicts[row], len(batch.drafts[row])
             verdict.drafted, verdict.accepted = drafted, accepted
             if i in choices.errors:
-                verdict.error = batch.tenants[row].error = choices.errors[i]
+                verdict.error = batch.residents[row].error = choices.errors[i]
                 continue
             verdict.kept, verdict.logprobs = kept, choices.logprobs.get(i)
             if drafted:

@@ -3,7 +3,6 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from hotswap.core.config.describe import public_name
 from hotswap.core.engine.pool import RequestState
 from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.hooks import Observer, hookimpl
@@ -115,10 +115,7 @@ class Metrics(Observer):
     @hookimpl
     def hotswap_engine_started(self, versions: dict[str, str], config: dict[str, Any], time: float) -> None:
         server, model = config.get("server", {}), config.get("model", {})
-        source = model.get("path") or model.get("name") or ""
-        # The last part of a path only: labels are read by people who need not know where the files lie.
-        named = Path(source).name.removesuffix(".gguf") if Path(source).exists() else source
-        self._model = server.get("served_model_name") or named
+        self._model = server.get("served_model_name") or public_name(model.get("path") or model.get("name") or "")
         if server.get("metrics_vllm_alias") and "vllm:" not in self._prefixes:
             self._prefixes.append("vllm:")
 

@@ -1,4 +1,4 @@
-"""The worker's tables of requests: pages follow grants to the letter, and nothing of a past tenant remains."""
+"""The worker's tables of requests: pages follow grants to the letter, and nothing of a past request remains."""
 
 import numpy as np
 import pytest
