@@ -221,7 +221,11 @@ class QueuePolicy(Component):
         return self.key(view, now)
 
     def gate(self, view: RequestView, now: float) -> str | None:
-        """A reason to keep a request from starting now, or None."""
+        """A reason to keep a request from starting now, or None. Those behind it may start."""
+        return None
+
+    def next_wakeup(self) -> float | None:
+        """When a gate may open although nothing has changed (clock seconds), or None."""
         return None
 
     def admit(self, view: RequestView) -> None:

@@ -73,6 +73,9 @@ class QueueScheduler(Scheduler):
         self._now = outcome.now
         self.policy.observe(outcome)
 
+    def next_wakeup(self) -> float | None:
+        return self.policy.next_wakeup()
+
     def serve_decodes(self, step: Step, views: list[RequestView]) -> None:
         for view in self.in_order(views, step.ctx.now):
             if step.full:

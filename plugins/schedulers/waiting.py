@@ -29,10 +29,11 @@ class WaitingLine:
 
     def head(self, now: float) -> RequestView | None:
         """The next request in order that the policy's gate lets through."""
-        if self.policy.dynamic:
-            candidates = (v for v in self._views.values() if self.policy.gate(v, now) is None)
-            return min(candidates, key=lambda view: self.policy.key(view, now), default=None)
-        while self._heap and self._heap[0][1] not in self._views:
-            heapq.heappop(self._heap)
-        view = self._views[self._heap[0][1]] if self._heap else None
-        return view if view is not None and self.policy.gate(view, now) is None else None
+        if not self.policy.dynamic:
+            while self._heap and self._heap[0][1] not in self._views:
+                heapq.heappop(self._heap)
+            first = self._views[self._heap[0][1]] if self._heap else None
+            if first is None or self.policy.gate(first, now) is None:
+                return first
+        candidates = (view for view in self._views.values() if self.policy.gate(view, now) is None)
+        return min(candidates, key=lambda view: self.policy.key(view, now), default=None)

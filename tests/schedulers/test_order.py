@@ -2,7 +2,9 @@
 
 import pytest
 
+from hotswap.core.interfaces.scheduler import QueuePolicy, RequestView
 from hotswap.core.testing.rig import Rig, assert_clean, expected, make_rig
+from hotswap.plugins.schedulers.chunked import ChunkedScheduler
 
 
 def finish_order(rig: Rig) -> list[str]:
@@ -154,3 +156,29 @@ def test_eight_equal_decodes_run_as_four_rows_in_two_steps_in_flight_when_unchai
     if use != "static":
         assert rows == [4] * len(rows)
     assert rig.loop.max_depth_seen == 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_gate_keeps_back_one_request_and_not_those_behind_it(dynamic: bool) -> None:
+    class Gated(QueuePolicy):
+        def key(self, view: RequestView, now: float) -> tuple[int]:
+            return (view.sequence,)
+
+        def gate(self, view: RequestView, now: float) -> str | None:
+            return "too early" if view.tenant == "late" and now < 1.0 else None
+
+        def next_wakeup(self) -> float | None:
+            return 1.0
+
+    Gated.dynamic = dynamic
+    rig = make_rig(ChunkedScheduler(None, {"policy": Gated()}))
+    order = finish_order(rig)
+    rig.add("kept back", [1], 3, tenant="late")
+    rig.add("behind", [2], 3)
+    for _ in range(20):
+        rig.loop.turn()
+    assert order == ["behind"]
+    assert rig.loop.next_wakeup() == 1.0
+    rig.clock.advance(1.0)
+    rig.run()
+    assert order == ["behind", "kept back"]
