@@ -16,10 +16,12 @@ from hotswap.core.engine.build import build_engine
 from hotswap.core.errors import ConfigError, RequestError
 from hotswap.core.request import FinishReason, Request
 from hotswap.server.frontend import Frontend, Prompt
+from hotswap.server.http.logprobs import by_token
 from hotswap.server.offline import run_all
 from hotswap.server.protocol.common import SAMPLING_FIELDS
 from hotswap.server.results import Choice
 from hotswap.server.served import Served, served_by
+from hotswap.server.text.tokens import TokenTexts
 
 _OWN_FIELDS = frozenset({"id", "prompt", "messages"})
 
@@ -143,6 +145,7 @@ def _ended(served: Served, jobs: list[Job], bar: "tqdm[Any]") -> Iterator[tuple[
     choices = {request.id: Choice(request) for job in jobs for request in job.requests}
     position_of = {request.id: position for position, job in enumerate(jobs) for request in job.requests}
     left = [len(job.requests) for job in jobs]
+    texts = TokenTexts(served.tokenizer)
     for output in run_all(served.engine, [request for job in jobs for request in job.requests]):
         choices[output.request_id].add(output)
         if output.finish_reason is not None:
@@ -150,7 +153,7 @@ def _ended(served: Served, jobs: list[Job], bar: "tqdm[Any]") -> Iterator[tuple[
             left[position] -= 1
             if not left[position]:
                 bar.update()
-                yield position, _answer(jobs[position], [choices[r.id] for r in jobs[position].requests])
+                yield position, _answer(jobs[position], [choices[r.id] for r in jobs[position].requests], texts)
 
 
 def _in_order(jobs: list[Job], ended: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
@@ -163,19 +166,25 @@ def _in_order(jobs: list[Job], ended: Iterator[tuple[int, dict[str, Any]]]) -> I
             following += 1
 
 
-def _answer(job: Job, choices: list[Choice]) -> dict[str, Any]:
+def _answer(job: Job, choices: list[Choice], texts: TokenTexts) -> dict[str, Any]:
     answer: dict[str, Any] = {"id": job.line.id}
     bad = [c for c in choices if c.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)]
     if bad:
         return {**answer, "error": bad[0].error or "the request was aborted"}
     if job.prompt.text is not None:
         answer["prompt"] = job.prompt.text
-    outputs = [
-        {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
-        for c in choices
-    ]
+    if choices[0].prompt_logprobs is not None:
+        answer["prompt_logprobs"] = by_token(choices[0].prompt_logprobs, texts)
     usage = {
         "prompt_tokens": len(job.prompt.token_ids), "completion_tokens": sum(c.n_tokens for c in choices),
         "cached_tokens": choices[0].cached_tokens,
     }
-    return {**answer, "outputs": outputs, "usage": usage}
+    return {**answer, "outputs": [_output(choice, texts) for choice in choices], "usage": usage}
+
+
+def _output(choice: Choice, texts: TokenTexts) -> dict[str, Any]:
+    output = {"text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason,
+              "stop_reason": choice.stop_reason}
+    if choice.request.sampling.logprobs is not None:
+        output["logprobs"] = by_token(choice.logprobs, texts)
+    return output

@@ -8,13 +8,13 @@ from starlette.responses import Response
 from hotswap.core.request import RequestOutput
 from hotswap.server.http.answer import Answer
 from hotswap.server.http.api import Api, new_id
-from hotswap.server.http.logprobs import for_chat, for_prompt
+from hotswap.server.http.logprobs import for_chat, by_token
 from hotswap.server.protocol.chat import ChatBody, chat_completion
 
 
 async def create_chat_completion(api: Api, request: Request) -> Response:
     body, headers = await api.body(request, ChatBody)
-    body.check_stream_options()
+    body.check_stream()
     sampling = api.frontend.sampling(body.sampling_given())
     prompts = [await api.chat_prompt(body)]
     call_id = new_id("chatcmpl")
@@ -44,7 +44,7 @@ class ChatAnswer(Answer):
             choices.append(shown)
         answer = chat_completion(self.id, self.created, self.api.model_name, choices, self.usage())
         if self.sampling.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = for_prompt(self.choices[0].prompt_logprobs, self.api.texts)
+            answer["prompt_logprobs"] = by_token(self.choices[0].prompt_logprobs, self.api.texts)
         if self.body.return_token_ids:
             answer["prompt_token_ids"] = self.prompts[0].token_ids
         return answer

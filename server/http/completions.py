@@ -8,14 +8,14 @@ from starlette.responses import Response
 from hotswap.core.request import RequestOutput, TokenLogprob
 from hotswap.server.http.answer import Answer
 from hotswap.server.http.api import Api, new_id
-from hotswap.server.http.logprobs import CompletionLogprobs, for_prompt
+from hotswap.server.http.logprobs import CompletionLogprobs, by_token
 from hotswap.server.protocol.completions import CompletionBody, completion
 from hotswap.server.results import Choice
 
 
 async def create_completion(api: Api, request: Request) -> Response:
     body, headers = await api.body(request, CompletionBody)
-    body.check_stream_options()
+    body.check_stream()
     sampling = api.frontend.sampling(body.sampling_given())
     prompts = await api.completion_prompts(body, sampling.n)
     call_id = new_id("cmpl")
@@ -82,4 +82,4 @@ class CompletionAnswer(Answer):
     def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         if self.body.sampling_fields().get("prompt_logprobs") is None:
             return {}
-        return {"prompt_logprobs": for_prompt(choice.prompt_logprobs, self.api.texts)}
+        return {"prompt_logprobs": by_token(choice.prompt_logprobs, self.api.texts)}

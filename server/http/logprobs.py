@@ -46,8 +46,8 @@ class CompletionLogprobs:
         return {self._texts.name(token_id): finite(logprob) for token_id, logprob in pairs.items()}
 
 
-def for_prompt(entries: Entries | None, texts: TokenTexts) -> list[dict[str, Any] | None] | None:
-    """Per prompt token, its own and the alternatives', by token id; the first one's is null."""
+def by_token(entries: Entries | None, texts: TokenTexts) -> list[dict[str, Any] | None] | None:
+    """As vLLM lists them: per token, its own and the alternatives', by token id; null for the first of a prompt."""
     if entries is None:
         return None
     return [None if entry is None else {

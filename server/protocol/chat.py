@@ -84,8 +84,6 @@ class ChatBody(ChatPrompt, GenerationBody):
         given = self.sampling_fields()
         given["max_tokens"] = self.max_tokens or self.max_completion_tokens
         given["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
-        if self.stream and given.get("prompt_logprobs") is not None:
-            raise RequestError("prompt_logprobs and stream exclude each other", "prompt_logprobs")
         return given
 
 

@@ -95,9 +95,12 @@ class GenerationBody(Body):
         nested = (self.stream_options.model_extra or {}) if self.stream_options else {}
         return [*super().unknown_fields(), *(f"stream_options.{name}" for name in nested)]
 
-    def check_stream_options(self) -> None:
+    def check_stream(self) -> None:
+        """RequestError for what a stream, or a whole answer, has no place for."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", "stream_options")
+        if self.stream and self.others.get("prompt_logprobs") is not None:
+            raise RequestError("prompt_logprobs and stream exclude each other", "prompt_logprobs")
 
     @property
     def include_usage(self) -> bool:

@@ -173,7 +173,7 @@ class FakeEngine:
 class Server:
     """A served engine, and clients for it."""
 
-    def __init__(self, engine: FakeEngine, settings: ServerSection, **served: Any) -> None:
+    def __init__(self, engine: FakeEngine, settings: ServerSection, /, **served: Any) -> None:
         tokenizer = engine.tokenizer
         self.engine = engine
         fields: dict[str, Any] = {

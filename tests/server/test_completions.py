@@ -119,6 +119,13 @@ def test_prompt_logprobs_keep_their_null(server):
     assert entry == {"logprob": -0.5, "rank": 1, "decoded_token": "i"}
 
 
+def test_prompt_logprobs_are_refused_in_a_stream_which_has_no_place_for_them(server):
+    for answer in (server.complete("hi", prompt_logprobs=1, stream=True), server.chat("hi", prompt_logprobs=1, stream=True)):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "prompt_logprobs"
+    assert server.complete("hi", echo=True, logprobs=1, stream=True).status_code == 200
+
+
 def test_without_a_limit_the_context_is_filled(server, engine):
     engine.max_model_len = 512
     answer = server.complete("hello", max_tokens=None, logit_bias={"1": -100}).json()

@@ -47,6 +47,18 @@ def test_every_kind_of_line(served, tmp_path):
     assert found[1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 4, "cached_tokens": 0}
 
 
+def test_logprobs_are_written_where_a_line_asks_for_them(served, tmp_path):
+    _, (plain, asking) = answers(
+        served, tmp_path, {"prompt": "hi", "max_tokens": 2},
+        {"prompt": "hi", "max_tokens": 2, "logprobs": 1, "prompt_logprobs": 0})
+    assert "prompt_logprobs" not in plain
+    assert "logprobs" not in plain["outputs"][0]
+    (first, second), (output,) = asking["prompt_logprobs"], asking["outputs"]
+    assert first is None
+    assert list(second.values()) == [{"logprob": -0.5, "rank": 1, "decoded_token": "i"}]
+    assert [next(iter(entry.values()))["decoded_token"] for entry in output["logprobs"]] == ["a", "b"]
+
+
 def test_bad_lines_are_named_before_any_work_starts(served, tmp_path, engine):
     with pytest.raises(ConfigError) as caught:
         answers(served, tmp_path, {"prompt": "ok"}, "{", "[1]", {"text": "x"}, {"prompt": "x", "messages": []})
