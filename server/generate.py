@@ -183,8 +183,9 @@ def _answer(job: Job, choices: list[Choice], texts: TokenTexts) -> dict[str, Any
 
 
 def _output(choice: Choice, texts: TokenTexts) -> dict[str, Any]:
-    output = {"text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason,
-              "stop_reason": choice.stop_reason}
+    output: dict[str, Any] = {
+        "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason}
     if choice.request.sampling.logprobs is not None:
         output["logprobs"] = by_token(choice.logprobs, texts)
     return output

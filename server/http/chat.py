@@ -8,7 +8,7 @@ from starlette.responses import Response
 from hotswap.core.request import RequestOutput
 from hotswap.server.http.answer import Answer
 from hotswap.server.http.api import Api, new_id
-from hotswap.server.http.logprobs import for_chat, by_token
+from hotswap.server.http.logprobs import by_token, for_chat
 from hotswap.server.protocol.chat import ChatBody, chat_completion
 
 
