@@ -11,8 +11,12 @@ reads a page too early or loses a request shows by itself.
 import random
 from typing import Any
 
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
 from hotswap.core.interfaces.scheduler import PlanContext, Scheduler, StepOutcome, StepPlan
 from hotswap.core.testing.rig import Rig, assert_clean, expected, make_rig, random_prompt
+from hotswap.core.testing.scheduler_machine import SchedulerMachine
 
 
 class _Watched(Scheduler):
@@ -54,6 +58,8 @@ class SchedulerSuite:
 
     kv: str = "paged"
     """The KV manager that the tests run on."""
+    machine_examples = 60
+    """Random lives per run of the suite."""
 
     def make_scheduler(self) -> Scheduler:
         raise NotImplementedError("return a new instance of the scheduler under test")
@@ -71,6 +77,14 @@ class SchedulerSuite:
         for request in requests:
             assert rig.client.tokens(request.id) == expected(request), f"{request.id} got other tokens"
         assert_clean(rig)
+
+    def test_random_lives_end_with_everybody_served(self) -> None:
+        machine = type("Machine", (SchedulerMachine,), {
+            "make_scheduler": staticmethod(self.make_scheduler), "kv": self.kv})
+        run_state_machine_as_test(machine, settings=settings(
+            max_examples=self.machine_examples, stateful_step_count=30, deadline=None, derandomize=True, database=None,
+            suppress_health_check=list(HealthCheck), print_blob=False,
+        ))
 
     def test_requests_get_exactly_their_tokens_at_every_depth(self) -> None:
         for depth, chained in [(1, True), (2, True), (3, False)]:
