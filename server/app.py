@@ -83,5 +83,5 @@ def _add_own_routes(app: FastAPI, api: Api) -> None:
         return await info.detokenize(api, request)
 
     @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> dict[str, Any]:
-        return await info.reset_prefix_cache(api)
+    async def reset_prefix_cache(request: Request) -> dict[str, Any]:
+        return await info.reset_prefix_cache(api, request)

@@ -14,7 +14,7 @@ from hotswap.core.explain import Problem, join, problems_of, raise_problems
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.kvcache import KVCacheManager
-from hotswap.core.interfaces.parallel import Executor
+from hotswap.core.interfaces.parallel import Deployment, Executor
 from hotswap.core.interfaces.scheduler import Scheduler
 from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.registry import Registry
@@ -78,6 +78,7 @@ def check_config(config: Config, registry: Registry) -> Components:
     problems += _model_options(config, registry)
     problems += unmet(dict(components.walk()))
     problems += _twice(config)
+    problems += _deployments(components)
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
     batch, batch_notes = _batch(config)
@@ -186,6 +187,14 @@ def _twice(config: Config) -> list[Problem]:
     return [
         Problem(join("logits_processors", index), f"'{name}' is listed twice.")
         for index, name in enumerate(names) if name in names[:index]
+    ]
+
+
+def _deployments(components: Components) -> list[Problem]:
+    """The contract stands, but nothing here starts several engines yet."""
+    return [
+        Problem(path, f"{component.label} runs several engines, which this version cannot; remove it.")
+        for path, component in components.built.items() if component.kind == Deployment.kind
     ]
 
 

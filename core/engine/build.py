@@ -96,10 +96,12 @@ def _start(
     depth = min(config.execution.depth, plan.depth or config.execution.depth)
     loop = EngineLoop(
         Parts(parts.scheduler, parts.kvcache, parts.executor, observers), limits, clock, depth, plan.chained)
+    observers.notify("hotswap_engine_started", versions=versions(), config=resolved.effective(), time=clock.now())
+    if observers.silenced:  # what was asked for must work; later it may fail without harm
+        label, problem = next(iter(observers.silenced.items()))
+        raise ConfigError(f"{label} failed at the start, in {problem}; mend its options or leave it out", "observers")
     return Engine(
         loop, max_queue=config.server.max_queue, watchdog_s=config.server.watchdog_s,
-        on_start=lambda: observers.notify(
-            "hotswap_engine_started", versions=versions(), config=resolved.effective(), time=clock.now()),
         on_stop=lambda: observers.notify("hotswap_engine_stopped", time=clock.now()),
     )
 

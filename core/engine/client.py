@@ -23,10 +23,10 @@ class Engine:
 
     def __init__(
         self, loop: EngineLoop, *, max_queue: int | None = None, watchdog_s: float = 60.0,
-        on_start: Callable[[], None] | None = None, on_stop: Callable[[], None] | None = None,
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.loop, self._max_queue, self._watchdog_s = loop, max_queue, watchdog_s
-        self._on_start, self._on_stop = on_start, on_stop
+        self._on_stop = on_stop
         self._commands: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -142,8 +142,6 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            if self._on_start:
-                self._on_start()
             while not self._stopping:
                 self._take_commands()
                 if not self.loop.turn():

@@ -87,5 +87,9 @@ async def detokenize(api: Api, request: Request) -> Response:
     return JSONResponse({"prompt": text}, headers=headers)
 
 
-async def reset_prefix_cache(api: Api) -> dict[str, Any]:
+async def reset_prefix_cache(api: Api, request: Request) -> dict[str, Any]:
+    """Has no body, so that a browser would send it for any web page: what a page sends is refused by its Origin."""
+    origin = request.headers.get("origin")
+    if origin is not None and origin not in api.settings.cors_origins:
+        raise ApiError(403, "Web pages may not reset the cache; an origin is allowed with server.cors_origins.")
     return {"pages_dropped": await asyncio.to_thread(api.served.engine.reset)}

@@ -1,9 +1,12 @@
 """The same greedy tokens whatever the parts: every scheduler x KV manager x speculator x depth on a tiny model."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from hotswap.core.errors import ConfigError
 
 SCHEDULERS = ["static", "continuous", "chunked"]
 KV_MANAGERS = ["contiguous", "paged", "prefix"]
@@ -57,3 +60,12 @@ def test_policies_and_evictions_change_nothing(run: Any, book: Any, tiny: Any, p
         for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS), strict=True):
             book.compare(tiny.reference, prompt, output)
     engine.assert_clean()
+
+
+def test_an_observer_that_was_asked_for_and_cannot_start_ends_the_start(run: Any, tiny: Any, tmp_path: Path) -> None:
+    nowhere = tmp_path / "a file"
+    nowhere.write_text("not a directory")
+    settings = tiny.config("chunked", "prefix", {"use": "none"}, 1)
+    settings["observers"] = [{"use": "decision_log", "path": str(nowhere / "log.jsonl")}]
+    with pytest.raises(ConfigError, match="observers: observer:decision_log failed at the start"):
+        run(settings)

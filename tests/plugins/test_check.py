@@ -26,14 +26,19 @@ def refusal(check, **changes):
 
 
 def test_every_named_component_is_built_and_found_under_its_config_path(check):
-    components = check(parallel=["copies", "fake"])
+    components = check(parallel=["fake"])
     assert [path for path, _ in components.walk()] == [
         "scheduler", "scheduler.policy", "kvcache", "attention", "speculator", "execution",
-        "logits_processors[0]", "parallel[0]", "parallel[1]", "observers[0]",
+        "logits_processors[0]", "parallel[0]", "observers[0]",
     ]
     assert components.scheduler.label == "scheduler:fake"
-    assert [part.kind for part in components.listed("parallel")] == ["deployment", "shard"]
+    assert [part.kind for part in components.listed("parallel")] == ["shard"]
     assert components.notes == ()
+
+
+def test_a_deployment_is_refused_as_long_as_nothing_can_run_it(check):
+    assert "parallel[0]: deployment:copies runs several engines, which this version cannot" in refusal(
+        check, parallel=["copies", "fake"])
 
 
 def test_an_unmet_requirement_of_a_part_names_both_sides_the_reason_and_the_key_to_change(check):

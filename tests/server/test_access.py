@@ -143,6 +143,9 @@ def test_a_chat_has_as_many_tokens_as_its_usage_says(server):
 
 def test_the_prefix_cache_can_be_reset(server, engine):
     assert server.post("/reset_prefix_cache").json() == {"pages_dropped": 7}
+    refused = httpx.post(f"{server.url}/reset_prefix_cache", headers={"Origin": "https://evil.example"})
+    assert refused.status_code == 403
+    assert refused.json()["error"]["message"]
     assert engine.resets == 1
 
 
