@@ -16,6 +16,13 @@ MAX_LOGPROBS = 20
 """Most alternatives a token's logprobs may list; OpenAI's limit. Bounds the size of any answer."""
 
 
+PROCESSED_FIELDS = frozenset({
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+    "min_tokens",
+})
+"""Sampling fields that logits processors carry out; the others are core's own."""
+
+
 class SamplingParams(BaseModel):
     """How to choose tokens and when to stop. Field names are those of vLLM and OpenAI.
 

@@ -109,7 +109,7 @@ class Frontend:
             resolved = validate_request(
                 prompt.token_ids, sampling, vocab_size=self.served.vocab_size,
                 max_model_len=self.served.max_model_len, bad_words_token_ids=bad_words,
-                request_options=self.served.request_options,
+                request_options=self.served.request_options, honoured=self.served.honoured,
             )
             for choice in range(sampling.n):
                 requests.append(Request(

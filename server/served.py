@@ -12,6 +12,7 @@ from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.interfaces.kvcache import CacheKey
 from hotswap.core.interfaces.parallel import EngineClient
 from hotswap.core.modeling.tokenizer import Tokenizer
+from hotswap.core.request import PROCESSED_FIELDS
 
 if TYPE_CHECKING:
     from hotswap.core.engine.build import Built
@@ -38,6 +39,7 @@ class Served:
     chat_template: str | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     request_options: Mapping[str, type[RequestOptions]] = field(default_factory=dict)
+    honoured: frozenset[str] = PROCESSED_FIELDS
     seed: int = 0
     clock: Clock = field(default_factory=SystemClock)
     describe: Callable[[], dict[str, Any]] = dict
@@ -62,7 +64,7 @@ def served_by(built: "Built") -> Served:
         cache_key=CacheKey(model_revision=checkpoint.revision, dtype=config.dtype),
         chat_template=_template(config.server.chat_template) or checkpoint.chat_template,
         sampling_defaults=defaults_of(checkpoint.generation_config) if config.server.generation_config else {},
-        request_options=built.request_options, seed=config.seed,
+        request_options=built.request_options, honoured=built.honoured, seed=config.seed,
         describe=lambda: {
             "components": built.components.listing(), "config": built.resolved.effective(), "notes": [*built.warnings, *built.notes],
         },

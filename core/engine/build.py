@@ -19,6 +19,7 @@ from hotswap.core.engine.loop import EngineLoop, Parts
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentRef, RequestOptions
 from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan
+from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.parallel import RankPlan, WorkerInfo
 from hotswap.core.live import LiveComponents
@@ -48,6 +49,12 @@ class Built:
     """What the operator should look at: deprecated keys, a checkpoint with something missing."""
 
     @property
+    def honoured(self) -> frozenset[str]:
+        """The sampling fields that the live logits processors carry out."""
+        return frozenset(
+            field for component in self.components if isinstance(component, LogitsProcessor) for field in component.honours)
+
+    @property
     def request_options(self) -> dict[str, type[RequestOptions]]:
         """Per live component that reads a part of a request's ``extra``: the model of that part."""
         return {
@@ -66,7 +73,7 @@ def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Cloc
     model = _build_model(config, registry, checkpoint)
     facts = model.facts(checkpoint.config)
     max_model_len = _context_length(config, facts)
-    notes, warnings = [*parts.notes], [*resolved.warnings, *checkpoint.warnings]
+    notes, warnings = [*parts.notes], [*resolved.warnings, *checkpoint.warnings, *_odd_model(config, checkpoint)]
     settings = WorkerSettings.choose(config, checkpoint, max_model_len, notes)
     plan = RankPlan()
     for strategy in reversed(parts.listed("parallel")):
@@ -77,8 +84,7 @@ def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Cloc
     info = parts.executor.launch(worker_factory(
         checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"), settings), plan)
     try:
-        cache_plan = _divide_memory(config, parts, info, max_model_len)
-        parts.executor.allocate(cache_plan)
+        cache_plan = _allocate(config, parts, info, max_model_len)
         engine = _start(resolved, parts, live, info, max_model_len, plan, clock)
     except BaseException:
         parts.executor.stop()
@@ -127,6 +133,12 @@ def _build_model(config: Config, registry: Registry, checkpoint: "Checkpoint") -
     return model
 
 
+def _odd_model(config: Config, checkpoint: "Checkpoint") -> list[str]:
+    if config.model.use in (None, checkpoint.architecture):
+        return []
+    return [f"model.use is {config.model.use!r}, but the checkpoint was made for {checkpoint.architecture!r}"]
+
+
 def _context_length(config: Config, facts: ModelFacts) -> int:
     wanted = config.max_model_len
     if wanted is None:
@@ -136,6 +148,17 @@ def _context_length(config: Config, facts: ModelFacts) -> int:
             f"{wanted} tokens were given, but the model was made for {facts.max_position}; lower it, or choose a model "
             "with a longer context", "max_model_len")
     return wanted
+
+
+def _allocate(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:
+    try:
+        plan = _divide_memory(config, parts, info, max_model_len)
+        parts.executor.allocate(plan)
+    except (MemoryError, RuntimeError) as error:  # numpy's and torch's word for it
+        raise ConfigError(
+            f"there is not enough memory for the cache ({error}); lower kvcache.memory or kvcache.num_blocks, or "
+            "scheduler.max_running and max_model_len", "kvcache") from error
+    return plan
 
 
 def _divide_memory(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from hotswap.core.blame import blame
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.errors import EngineStoppedError, QueueFullError
 from hotswap.core.interfaces.parallel import Loads
@@ -62,6 +63,11 @@ class Engine:
 
     def reset(self) -> int:
         return int(self.call(self.loop.parts.kv.reset))
+
+    @property
+    def failure(self) -> str | None:
+        """Why the loop has ended for good, though nobody stopped it; None where it has not."""
+        return self._failure
 
     def health(self) -> str | None:
         if self._failure:
@@ -149,7 +155,7 @@ class Engine:
             self._end(FinishReason.ABORT, "the engine was stopped")
         except BaseException as error:
             logger.exception("the engine's loop has ended")
-            self._failure = f"the engine's loop has ended: {type(error).__name__}: {error}"
+            self._failure = f"the engine's loop has ended: {blame(error)}"
             self._end(FinishReason.ERROR, self._failure)
         finally:
             self._idle.set()

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hotswap.core.blame import blame
 from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Context, Limits, PlanError
 from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs, last_words
 from hotswap.core.engine.pool import DONE, RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
-from hotswap.core.errors import ComponentError
 from hotswap.core.execution.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.parallel import Executor, Ticket
@@ -161,10 +161,12 @@ class EngineLoop:
             self._admit(state)  # the scheduler may have crossed it off already
         self.failed_plans += 1
         scheduler = self.parts.scheduler
-        problem = f"scheduler {scheduler.name!r} made an invalid plan: {error}" if isinstance(error, PlanError) else str(
-            ComponentError(scheduler.kind, scheduler.name, "plan", error))
+        invalid = isinstance(error, PlanError)
+        problem = f"scheduler {scheduler.name!r} made an invalid plan: {error}" if invalid else blame(
+            error, scheduler, "plan")
         self.last_plan_error = problem
-        logger.error("%s (plan undone)", problem, exc_info=not isinstance(error, PlanError))
+        first = self.failed_plans == 1  # the same plan is tried again at once: one traceback is enough
+        logger.error("%s (plan undone)", problem, exc_info=error if first and not invalid else None)
         if self.parts.observers.active:
             self.parts.observers.notify(
                 "hotswap_plan_failed", component=scheduler.label, error=problem, time=context.now)
@@ -250,7 +252,6 @@ class EngineLoop:
             self._admit(state)
 
     def _fail_step(self, step: StepInFlight, verdict: Verdict) -> None:
-        logger.error("step %d failed: %s", step.step_id, verdict.error)
         for state in step.states:
             state.land()
             if state.status is not DONE:
@@ -291,16 +292,19 @@ class EngineLoop:
             self.parts.observers.notify("hotswap_pages_leaked", owners=owners, time=self.clock.now())
 
     def _admit(self, state: RequestState) -> None:
-        self._guard("admit", lambda: self.parts.scheduler.admit(state))
+        """A request that its scheduler will not take would wait for ever: it ends."""
+        if not self._guard("admit", lambda: self.parts.scheduler.admit(state)) and state.id in self.pool.states:
+            self.finish(state, FinishReason.ERROR, self.last_plan_error)
 
-    def _guard(self, where: str, call: Callable[[], object]) -> None:
-        """A scheduler that raises outside ``plan`` is named in the log and harms no request."""
+    def _guard(self, method: str, call: Callable[[], object]) -> bool:
+        """Whether ``call`` went well. What a scheduler raises outside ``plan`` is logged with its name, and ends nothing."""
         try:
             call()
         except Exception as error:
-            scheduler = self.parts.scheduler
-            self.last_plan_error = str(ComponentError(scheduler.kind, scheduler.name, where, error))
+            self.last_plan_error = blame(error, self.parts.scheduler, method)
             logger.exception("%s", self.last_plan_error)
+            return False
+        return True
 
     def _report(
         self, step: StepInFlight, verdict: Verdict, voided: list[str], now: float, duration: float,

@@ -1,5 +1,6 @@
 """From a step's logits to the tokens that each row keeps: processors, sampling or verification, logprobs."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hotswap.core.blame import blame
 from hotswap.core.errors import ComponentError
 from hotswap.core.execution.logprobs import token_logprobs
 from hotswap.core.execution.messages import NewRequest
@@ -16,6 +18,8 @@ from hotswap.core.execution.verification import Verified, verify
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
 from hotswap.core.request import TokenLogprob
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -69,8 +73,10 @@ class TokenChooser:
     def end(self, request: str) -> None:
         self._table.remove(request)
         for processor in self._wanted.pop(request, ()):
-            with blaming(processor, "end"):
+            try:
                 processor.end(request)
+            except Exception:
+                logger.exception("%s raised in end; the request is gone, so nobody is told", processor.label)
 
     def choose(
         self, logits: torch.Tensor, rows: Sequence[ChoiceRow], probs: Sequence[torch.Tensor | None] | None = None,
@@ -78,14 +84,24 @@ class TokenChooser:
         """``logits`` [N, V] float32 may be changed. ``probs``: see :func:`verify`."""
         starts = np.cumsum([0, *(len(row.drafts) + 1 for row in rows)]).tolist()
         raw = self._raw_rows(logits, rows, starts)
-        self._process(logits, rows, starts)
+        faults = self._process(logits, rows, starts)
         choices = self._pick(logits, rows, probs)
-        self._score(raw, rows, choices)
+        choices.errors |= faults
         for row, (chosen, kept) in enumerate(zip(rows, choices.kept, strict=True)):
-            for processor in self._wanted.get(chosen.new.id, ()) if row not in choices.errors else ():
-                with blaming(processor, "accept"):
-                    processor.accept(chosen.new.id, kept)
+            if row not in choices.errors and (fault := self._accept(chosen.new.id, kept)):
+                choices.errors[row] = fault
+        self._score(raw, rows, choices)
         return choices
+
+    def _accept(self, request: str, kept: Sequence[int]) -> str | None:
+        """What went wrong, if anything did: it concerns this request alone."""
+        for processor in self._wanted.get(request, ()):
+            try:
+                processor.accept(request, kept)
+            except Exception as error:
+                logger.exception("%s raised in accept", processor.label)
+                return blame(error, processor, "accept")
+        return None
 
     def _pick(
         self, logits: torch.Tensor, rows: Sequence[ChoiceRow], probs: Sequence[torch.Tensor | None] | None,
@@ -107,18 +123,27 @@ class TokenChooser:
             positions += range(position, position + len(drafts) + 1)
         return verify(logits, self._table.batch(names, positions), [row.drafts for row in rows], probs)
 
-    def _process(self, logits: torch.Tensor, rows: Sequence[ChoiceRow], starts: Sequence[int]) -> None:
+    def _process(self, logits: torch.Tensor, rows: Sequence[ChoiceRow], starts: Sequence[int]) -> dict[int, str]:
+        """Apply the processors; returns the rows of those that raised, and why. Rows that did not want a processor are
+        not touched by what it does."""
         if not self._wanted:
-            return
+            return {}
+        faults: dict[int, str] = {}
         work: dict[LogitsProcessor, list[LogitsRow]] = {processor: [] for processor in self._processors}
         for (new, _, drafts), start in zip(rows, starts, strict=False):
             for processor in self._wanted.get(new.id, ()):
                 work[processor] += (
                     LogitsRow(start + i, new.id, tuple(drafts[:i])) for i in range(len(drafts) + 1))
         for processor, its_rows in work.items():
-            if its_rows:
-                with blaming(processor, "apply"):
+            try:
+                if its_rows:
                     processor.apply(logits, its_rows)
+            except Exception as error:
+                logger.exception("%s raised in apply", processor.label)
+                hit = {its_row.request for its_row in its_rows}
+                message = blame(error, processor, "apply")
+                faults |= {row: message for row, chosen in enumerate(rows) if chosen.new.id in hit}
+        return faults
 
     def _raw_rows(
         self, logits: torch.Tensor, rows: Sequence[ChoiceRow], starts: Sequence[int],

@@ -5,6 +5,7 @@ and tokens that the host does not know yet come from this side's own buffer, so 
 flight. Every array and tensor of a step is made for it and never written again.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -12,6 +13,7 @@ from itertools import pairwise, takewhile
 import numpy as np
 import torch
 
+from hotswap.core.blame import blame
 from hotswap.core.errors import ComponentError
 from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
@@ -23,6 +25,8 @@ from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.scheduler import Row
 from hotswap.core.interfaces.speculator import ProposeRow, Speculator
 from hotswap.core.request import TokenLogprob
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,7 +76,8 @@ class ModelRunner:
                 self._run_rows(message.rows, verdict)
         except Exception as error:
             verdict.rows.clear()
-            verdict.error = f"{type(error).__name__}: {error}"
+            verdict.error = blame(error)
+            logger.exception("step %d failed: %s", message.step_id, verdict.error)
             # A row of theirs may be in flight already; it must not run on what this step left behind.
             self._table.fail((row.request for row in message.rows), verdict.error)
         return verdict

@@ -120,10 +120,7 @@ class ModelWorker:
     def execute(self, message: StepMessage) -> Verdict:
         assert self._runner is not None, "execute before allocate"
         with torch.inference_mode():
-            verdict = self._runner.execute(message)
-        if verdict.error is not None:
-            logger.error("step %d: %s", message.step_id, verdict.error)
-        return verdict
+            return self._runner.execute(message)
 
     def close(self) -> None:
         self._runner = None

@@ -27,6 +27,9 @@ class LogitsRow(NamedTuple):
 class LogitsProcessor(Component):
     kind: ClassVar[str] = "logits_processor"
     contract: ClassVar[str] = "logits_processor/1"
+    honours: ClassVar[frozenset[str]] = frozenset()
+    """Fields of ``SamplingParams`` that it carries out. A request with a field that needs a processor, and none that is
+    configured honours it, is refused: nothing is ignored."""
 
     def configure(self, vocab_size: int) -> None:
         """Called once, with the width of the logits."""

@@ -36,6 +36,8 @@ class BadWords(LogitsProcessor):
     The same letters spelt with other tokens are another word.
     """
 
+    honours = frozenset({"bad_words"})
+
     def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, parts)
         self._vocab_size: int | None = None

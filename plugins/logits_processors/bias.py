@@ -23,6 +23,8 @@ class Bias(LogitsProcessor):
     A bias cannot bring back a token that is not allowed.
     """
 
+    honours = frozenset({"logit_bias", "allowed_token_ids"})
+
     def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, parts)
         self._wishes: dict[str, _Wish] = {}

@@ -24,6 +24,8 @@ class MinTokens(LogitsProcessor):
     Loaded by default; costs nothing for other requests. Stop strings are the detokeniser's to leave alone till then.
     """
 
+    honours = frozenset({"min_tokens"})
+
     def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, parts)
         self._vocab_size: int | None = None

@@ -70,6 +70,8 @@ class Penalties(LogitsProcessor):
     presence once if there is any. The prompt counts for repetition only.
     """
 
+    honours = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty"})
+
     def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, parts)
         self._histories: dict[str, _History] = {}

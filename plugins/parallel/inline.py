@@ -1,5 +1,6 @@
 """One worker on a thread of the engine's own process: one device, no collectives."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -13,6 +14,8 @@ from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.parallel import Executor, RankPlan, Ticket, Worker, WorkerFactory, WorkerInfo
+
+logger = logging.getLogger(__name__)
 
 
 class _Job(NamedTuple):
@@ -139,4 +142,5 @@ def _execute(worker: Worker, message: StepMessage) -> Verdict:
     try:
         return worker.execute(message)
     except Exception as error:
+        logger.exception("step %d failed", message.step_id)
         return Verdict(message.step_id, error=f"{type(error).__name__}: {error}")

@@ -17,6 +17,8 @@ from hotswap.core.live import LiveComponents
 from hotswap.core.request import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 from hotswap.core.testing.fakes import FakeWorker, continuation
 from hotswap.core.testing.rig import Rig, build, make_rig
+from hotswap.plugins.kvcache.eviction import LeastRecentlyUsed
+from hotswap.plugins.schedulers.policies import FirstComeFirstServed
 
 
 class Box:
@@ -176,6 +178,41 @@ def test_a_scheduler_that_raises_is_named_and_no_page_is_lost(engines: list[Engi
     engine.add(request("lucky"), box.sink)
     assert box.reason() is FinishReason.LENGTH
     assert engine.health() is None
+
+
+def test_a_request_that_its_queue_policy_cannot_order_ends_and_the_policy_is_named(engines: list[Engine]) -> None:
+    class Picky(FirstComeFirstServed):
+        def key(self, view: Any, now: float) -> Any:
+            if view.id == "odd":
+                raise ValueError("planted")
+            return super().key(view, now)
+
+    scheduler = build("scheduler", "chunked")
+    rig = make_rig(type(scheduler)(scheduler.options, {"policy": Picky()}))
+    engine = start(engines, rig)
+    odd, even = Box(), Box()
+    engine.add(request("odd"), odd.sink)
+    engine.add(request("even"), even.sink)
+    assert (odd.reason(), even.reason()) == (FinishReason.ERROR, FinishReason.LENGTH)
+    assert odd.final is not None
+    assert "queue_policy 'Picky' raised in key: ValueError: planted" in str(odd.final.error)
+
+
+def test_an_eviction_policy_that_breaks_the_books_ends_the_engine_with_its_name(engines: list[Engine]) -> None:
+    class Broken(LeastRecentlyUsed):
+        def on_insert(self, page: Any) -> None:
+            raise ValueError("planted")
+
+        def clone(self) -> "Broken":
+            return Broken()
+
+    kv = build("kvcache", "prefix")
+    engine = start(engines, make_rig(kv=type(kv)(kv.options, {"eviction": Broken()})))
+    box = Box()
+    engine.add(request("r", [1] * 20), box.sink)
+    assert box.reason() is FinishReason.ERROR
+    assert "eviction_policy 'Broken' raised in on_insert: ValueError: planted" in str(engine.health())
+    assert engine.failure == engine.health()
 
 
 def test_health_turns_red_when_no_progress_is_made_and_green_again(engines: list[Engine]) -> None:

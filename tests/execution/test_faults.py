@@ -116,10 +116,10 @@ def test_an_exception_in_the_model_fails_the_step_and_not_the_next(make_host, mo
 
     model.before_forward = raise_once
     verdict = host.worker.execute(failing)
-    assert verdict.error == "RuntimeError: planted"
+    assert verdict.error == "model 'TinyModel' raised in forward: RuntimeError: planted"
     assert verdict.rows == []
     rows = {row.request: row for row in host.worker.execute(chained).rows}
-    assert rows["d"].error == "RuntimeError: planted"
+    assert rows["d"].error == "model 'TinyModel' raised in forward: RuntimeError: planted"
     assert rows["a"].error is None
     host.tokens["a"] += rows["a"].kept
     host.drop("d")
@@ -211,13 +211,30 @@ def test_a_plugin_that_raises_between_steps_loses_no_grant(make_host, reference,
     assert host.generate("a", 6) == reference.greedy(prompts["a"], 7)[1:]
 
 
-def test_a_processor_that_raises_is_named(make_host, prompts):
-    ban = Ban()
-    ban.raises = ValueError("planted")
+@pytest.mark.parametrize("method", ["apply", "accept"])
+def test_a_processor_that_raises_is_named_and_ends_only_the_requests_that_wanted_it(
+    make_host, prompts, reference, method,
+):
+    class Picky(Ban):
+        def wants(self, request):
+            return request.id == "a"
+
+    ban = Picky()
+
+    def planted(*arguments):
+        raise ValueError("planted")
+
+    setattr(ban, method, planted)
     host = make_host(processors=[ban])
-    host.new("a", prompts["a"])
-    host.row("a", 3)
-    assert "logits_processor 'Ban' raised in apply: ValueError: planted" in host.worker.execute(host.take()).error
+    for name in ("a", "b"):
+        host.new(name, prompts[name])
+        host.row(name, len(prompts[name]))
+    verdict = host.worker.execute(host.take())
+    assert verdict.error is None
+    failed, fine = verdict.rows
+    assert f"logits_processor 'Picky' raised in {method}: ValueError: planted" in failed.error
+    assert fine.error is None
+    assert fine.kept == reference.greedy(prompts["b"], 1)
 
 
 def test_submit_returns_before_the_model_has_run(make_host, model, prompts):

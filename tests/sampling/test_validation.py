@@ -7,7 +7,8 @@ from pydantic import Field, ValidationError
 
 from hotswap.core.errors import ContextLengthError, RequestError
 from hotswap.core.interfaces.component import RequestOptions
-from hotswap.core.request import SamplingParams
+from hotswap.core.registry import Registry
+from hotswap.core.request import PROCESSED_FIELDS, SamplingParams
 from hotswap.core.validation import validate_request
 
 HEAD = 300
@@ -138,3 +139,23 @@ def test_values_out_of_range_never_become_parameters(fields: dict[str, Any]) -> 
 )
 def test_inclusive_bounds_are_valid(fields: dict[str, Any]) -> None:
     SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("presence_penalty", 1.0), ("frequency_penalty", 1.0), ("repetition_penalty", 1.5), ("logit_bias", {1: 5.0}),
+    ("allowed_token_ids", [1]), ("bad_words", ["no"]), ("min_tokens", 2),
+])
+def test_a_field_that_no_configured_processor_carries_out_is_refused_by_name(field, value):
+    params = SamplingParams(**{field: value})
+    validate_request([1, 2], params, vocab_size=10, max_model_len=20)
+    with pytest.raises(RequestError, match=f"{field} is not carried out") as caught:
+        validate_request([1, 2], params, vocab_size=10, max_model_len=20, honoured=PROCESSED_FIELDS - {field})
+    assert caught.value.param == field
+
+
+def test_every_field_that_needs_a_processor_has_one_in_the_box():
+    registry = Registry()
+    honoured = set()
+    for name in registry.names("logits_processor"):
+        honoured |= registry.load("logits_processor", name).honours
+    assert honoured == PROCESSED_FIELDS
