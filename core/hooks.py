@@ -75,7 +75,7 @@ class HookSpecs:
 
     @hookspec
     def hotswap_component_exchanged(self, kind: str, old: str, new: str, time: float) -> None:
-        """A component was exchanged while serving."""
+        """A component was exchanged while serving. Nothing calls it yet."""
 
     @hookspec
     def hotswap_server_routes(self, app: Any) -> None:

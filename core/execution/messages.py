@@ -33,7 +33,8 @@ class StepMessage:
     """Order of work: suspensions, drops, new, resumes, grants (each with its copies), transfers, rows.
 
     A suspension whose verdict does not say ``swapped`` makes the worker forget the request; it comes again as new, with
-    all tokens that were kept.
+    all tokens that were kept. ``news`` (tokens kept since the last message, for ranks that did not sample them) and
+    ``transfer`` (opaque, of a KV transfer) are empty as long as there are neither.
     """
 
     step_id: int

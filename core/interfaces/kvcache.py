@@ -191,7 +191,8 @@ class KVCacheManager(Component):
 
     def fork(self, parent: str, child: str, upto: int, fence: Fence) -> Grant | Answer:
         """Share the parent's first ``upto`` tokens with a new child; a partial page is copied, its source stays until
-        ``fence``. Only where "fork" is offered."""
+        ``fence``. Only where "fork" is offered. Core does not call it yet: n > 1 is n requests that share by matching.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not offer fork")
 
     @abstractmethod
@@ -213,18 +214,18 @@ class KVCacheManager(Component):
         """Take back a reserve, fork or release; last in, first out. Evictions stay."""
 
     def shrink(self, request_id: str, upto: int, fences: Iterable[Fence]) -> None:
-        """Pages wholly beyond ``upto`` (the in-flight bound) are not needed. Optional."""
+        """Pages wholly beyond ``upto`` (the in-flight bound) are not needed. Optional; core does not call it yet."""
 
     @abstractmethod
     def on_fence(self, fence: Fence) -> None:
         """``fence`` has passed."""
 
     def handover(self) -> KVState:
-        """Everything a successor needs; only when drained. Optional ("handover")."""
+        """Everything a successor needs; only when drained. Optional ("handover"); core does not call it yet."""
         raise NotImplementedError(f"{type(self).__name__} does not offer handover")
 
     def adopt(self, state: KVState) -> None:
-        """Take over tables and cached pages. Optional ("handover")."""
+        """Take over tables and cached pages. Optional ("handover"); core does not call it yet."""
         raise NotImplementedError(f"{type(self).__name__} does not offer handover")
 
     @abstractmethod

@@ -50,7 +50,7 @@ class LogitsProcessor(Component):
         """These tokens were kept."""
 
     def rollback(self, request: str, count: int) -> None:
-        """The last ``count`` kept tokens are taken back."""
+        """The last ``count`` kept tokens are taken back. Core does not call it yet: it tells only what is kept for good."""
 
     def end(self, request: str) -> None:
         """The request is gone."""

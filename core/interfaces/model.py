@@ -69,7 +69,7 @@ class Model(Component):
         """What an attention backend must do, per cache group, on this rank; page sizes as planned (0 before)."""
 
     def taps(self) -> Sequence[str]:
-        """Names of the hidden states it can give to a speculator."""
+        """Names of the hidden states it can give to a speculator. Core asks for none yet."""
         return ()
 
     @abstractmethod
