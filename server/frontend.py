@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from hotswap.core.errors import ConfigError, RequestError
+from hotswap.core.errors import ConfigError, ContextLengthError, RequestError
 from hotswap.core.explain import nearest
 from hotswap.core.request import Request, SamplingParams
 from hotswap.core.validation import validate_request
@@ -64,7 +64,10 @@ class Frontend:
             raise first_problem(error) from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A raw prompt: control tokens in it count, and BOS stands before it where the model is used to it."""
+        """A raw prompt: control tokens in it count, and BOS stands before it where the model is used to it.
+
+        ContextLengthError, before it is encoded, where it is too long for any tokens to fit."""
+        self.check_length(text)
         ids = self.served.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return self._control.with_one_bos(ids) if add_special_tokens else ids
 
@@ -81,8 +84,16 @@ class Frontend:
             )
         return chosen.encode(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            variables=variables,
+            variables=variables, check_length=self.check_length,
         )
+
+    def check_length(self, text: str) -> None:
+        """ContextLengthError for a text that cannot fit, however it is encoded. Takes no time."""
+        least, most = self.served.tokenizer.least_tokens(text), self.served.max_model_len - 1
+        if least > most:
+            raise ContextLengthError(
+                f"the prompt's {len(text)} characters are at least {least} tokens, but the context of "
+                f"{self.served.max_model_len} holds at most {most} of a prompt; shorten the prompt")
 
     def _given(self, template: str) -> ChatTemplate:
         try:

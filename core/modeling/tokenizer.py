@@ -12,6 +12,10 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from hotswap.core.errors import ConfigError, ModelLoadError
+from hotswap.core.modeling.token_bound import TokenBound, bound_of
+
+_LONG = 2_000
+"""Characters beyond which encoding must not hold up Python's other threads."""
 
 
 class Tokenizer:
@@ -40,13 +44,16 @@ class Tokenizer:
 
         ``add_special_tokens``: with the BOS (or EOS) that the checkpoint's tokenizer adds.
         """
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return _ids(self.backend, text, add_special_tokens)
 
     def encode_without_special_parsing(self, text: str) -> list[int]:
         """``text`` as plain text: a control token spelled out in it becomes ordinary tokens. For what users write."""
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._plain, text, False)
+
+    def least_tokens(self, text: str) -> int:
+        """A number that ``encode(text)`` does not go below, told without encoding it; 0 where the tokenizer's
+        rules allow no such bound."""
+        return self._bound.least_tokens(text) if self._bound else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids that the tokenizer does not know become nothing."""
@@ -62,11 +69,25 @@ class Tokenizer:
         return id
 
     @cached_property
+    def _bound(self) -> TokenBound | None:
+        return bound_of(self.backend)
+
+    @cached_property
     def _plain(self) -> Backend:
         # The switch belongs to a backend and not to a call, so the plain reading has a backend of its own.
         plain = Backend.from_str(self.backend.to_str())
         plain.encode_special_tokens = True
         return plain
+
+
+def _ids(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+    # The library's ``encode`` keeps Python's lock; the form for batches gives it up.
+    if len(text) <= _LONG:
+        encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def from_directory(path: Path, tokenizer_config: dict[str, Any]) -> Tokenizer:

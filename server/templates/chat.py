@@ -40,15 +40,19 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
         continue_final_message: bool = False, variables: Mapping[str, Any] | None = None,
+        check_length: Callable[[str], None] | None = None,
     ) -> list[int]:
         """The prompt's tokens, BOS once if the model has the habit. RequestError with the template's own message.
 
-        ``continue_final_message``: the last message is left open, for the model to go on with it.
+        ``continue_final_message``: the last message is left open, for the model to go on with it. ``check_length``:
+        called with the text before it is encoded, to refuse it.
         """
         mark = self._control.free_mark([messages, variables])
         text = self._rendered(
             self._control.guard(messages, mark), add_generation_prompt, continue_final_message,
             self._control.guard(dict(variables or {}), mark))
+        if check_length is not None:
+            check_length(text)
         return self._control.with_one_bos(self._control.encode(text, mark))
 
     def _rendered(

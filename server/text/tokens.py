@@ -2,23 +2,17 @@
 
 import re
 
+from hotswap.core.modeling.token_bound import byte_level_alphabet
 from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.server.text.detokenizer import REPLACEMENT
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """The printable characters that stand for the 256 bytes in byte-level vocabularies (Radford et al., 2019)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
 class TokenTexts:
     """Remembers each token's text; bounded by the vocabulary."""
 
-    _ALPHABET = _byte_level_alphabet()
+    _ALPHABET = byte_level_alphabet()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

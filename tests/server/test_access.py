@@ -131,6 +131,7 @@ def test_text_to_tokens_and_back(server, engine):
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "hé"}
     assert server.post("/detokenize", {"tokens": [999]}).status_code == 400
     assert server.post("/detokenize", {"tokens": ["a"]}).status_code == 400
+    assert server.post("/detokenize", {"tokens": [5] * 513}).status_code == 400
     assert server.post("/tokenize", {"prompt": 3}).status_code == 400
 
 

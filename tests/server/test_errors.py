@@ -3,7 +3,9 @@
 import concurrent.futures
 import json
 import logging
+import threading
 
+import httpx
 import pytest
 
 from hotswap.core.request import FinishReason
@@ -200,3 +202,28 @@ def test_the_request_id_comes_back_or_is_made(server, engine):
         assert made != bad
         assert len(made) == 32
     assert server.client.get("/nothing").headers["x-request-id"]
+
+
+# Prompts that are far too long
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", {"prompt": "hello " * 2**20}), ("/v1/completions", {"prompt": "a" * 20 * 2**20}),
+    ("/v1/completions", {"prompt": ["x", "a" * 2**22]}), ("/tokenize", {"prompt": "a" * 20 * 2**20}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 2**18}] * 4}),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a" * 6 * 2**20}]}),
+])
+def test_a_prompt_far_too_long_is_refused_at_once_and_holds_up_nobody(server, engine, path, body):
+    raw, answers, waits = json.dumps(body).encode(), [], []
+    headers = {"content-type": "application/json"}
+    sending = threading.Thread(target=lambda: answers.append(server.client.post(path, content=raw, headers=headers)))
+    sending.start()
+    with httpx.Client(base_url=server.url) as other:
+        while sending.is_alive():
+            waits.append(other.get("/health").elapsed.total_seconds())
+    error = assert_error(answers[0], 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "at least" in error["message"]
+    assert answers[0].elapsed.total_seconds() < 1
+    assert max(waits) < 0.5
+    assert engine.requests == []
