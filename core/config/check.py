@@ -81,6 +81,8 @@ def check_config(config: Config, registry: Registry) -> Components:
     problems += _deployments(components)
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
+    if "attention" in built:
+        problems += _not_taken(config, components.attention)
     batch, batch_notes = _batch(config)
     raise_problems(problems + batch)
     return replace(components, notes=(*notes, *batch_notes))
@@ -208,6 +210,21 @@ def _drafts(config: Config, lookahead: int) -> list[Problem]:
             f"{config.scheduler.max_batch_tokens} is too small for one token and its {lookahead} drafts; "
             f"give at least {lookahead + 1}.")))
     return problems
+
+
+def _not_taken(config: Config, attention: AttentionBackend) -> list[Problem]:
+    """What the config says and the backend does not take. Left to the start: what "auto" is, and the model's shapes."""
+    support = attention.support()
+    device = config.device.partition(":")[0]
+    given: list[tuple[str, Any, tuple[Any, ...] | None]] = [
+        ("device", device, support.devices), ("dtype", config.dtype, support.dtypes),
+        ("kvcache.block_size", config.kvcache.block_size, support.page_sizes),
+    ]
+    return [
+        Problem(path, (
+            f"{attention.label} does not take {value!r}, but {', '.join(map(str, allowed))}. Change it, or attention."))
+        for path, value, allowed in given if allowed is not None and value not in (None, AUTO, *allowed)
+    ]
 
 
 def _batch(config: Config) -> tuple[list[Problem], list[str]]:

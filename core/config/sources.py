@@ -6,7 +6,7 @@ Their values are YAML, so numbers, lists and ``null`` can be given. A list is re
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,8 +77,10 @@ def load_config(
             values[section] = _spelt_out(section, values[section])
     sources = {path: origin for path in _leaves(values)}
     warnings = _rename(values, sources)
-    for assignment in [*_environment(os.environ if environ is None else environ), *map(_flag, sets)]:
-        warnings += _assign(values, sources, assignment)
+    for assignments in (_environment(os.environ if environ is None else environ), [_flag(text) for text in sets]):
+        _refuse_both_names({".".join(assignment.path) for assignment in assignments})
+        for assignment in assignments:
+            warnings += _assign(values, sources, assignment)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -153,13 +155,12 @@ def _spelt_out(path: str, bare_name: str) -> dict[str, Any]:
 
 def _rename(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
     """Move values from renamed keys to the new ones, in place. Returns warnings."""
+    _refuse_both_names(sources)
     warnings = []
     for old, new in RENAMED.items():
         source = sources.pop(old, None)
         if source is None:
             continue
-        if new in sources:
-            raise ConfigError(f"is the old name of '{new}', which is given, too; keep the new one.", old)
         *outer, key = old.split(".")
         section = values
         for part in outer:
@@ -168,6 +169,13 @@ def _rename(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
         _assign(values, sources, Assignment(tuple(new.split(".")), value, source))
         warnings.append(_renamed(old, new, source))
     return warnings
+
+
+def _refuse_both_names(given: Container[str]) -> None:
+    """Of one source; between two, the later one wins."""
+    for old, new in RENAMED.items():
+        if old in given and new in given:
+            raise ConfigError(f"is the old name of '{new}', which is given, too; keep the new one.", old)
 
 
 def _current_path(path: tuple[str, ...], source: str) -> tuple[tuple[str, ...], list[str]]:

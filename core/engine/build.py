@@ -115,10 +115,14 @@ def _start(
 def _open(config: Config, progress: bool) -> "Checkpoint":
     from hotswap.core.modeling.checkpoint import open_checkpoint
 
-    path = config.model.path
-    if path is not None and not Path(path).expanduser().exists():
-        raise ConfigError(f"there is no file or directory {path!r}; a hub id or a catalogue name is model.name", "model.path")
-    return open_checkpoint(config.model.source, revision=config.model.revision, progress=progress)
+    source = config.model.source
+    if config.model.path is not None:
+        path = Path(source).expanduser().absolute()  # whole, so that it is taken neither for a hub id nor for a model's name
+        if not path.exists():
+            raise ConfigError(
+                f"there is no file or directory {source!r}; a hub id or a catalogue name is model.name", "model.path")
+        source = str(path)
+    return open_checkpoint(source, revision=config.model.revision, progress=progress)
 
 
 def _build_model(config: Config, registry: Registry, checkpoint: "Checkpoint") -> Model:

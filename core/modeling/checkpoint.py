@@ -90,17 +90,15 @@ def open_checkpoint(
     ``revision`` and ``cache_dir`` concern hub ids. ``progress``: show bars on stderr. Raises ConfigError for a name that
     is none of these, ModelLoadError for damaged files.
     """
-    if model in catalogue.CATALOGUE:
-        return GGUFCheckpoint(catalogue.find(model), progress)
-    path = Path(model).expanduser()
-    if model and path.is_dir():
-        return _open_directory(path, progress)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ConfigError(f"{model} is a file that is not .gguf: name the directory that holds config.json", "model")
-        return GGUFCheckpoint(path, progress)
+    path = catalogue.find(model) if model in catalogue.CATALOGUE else Path(model).expanduser()
+    if model and path.exists():
+        if revision is not None:
+            raise ConfigError(
+                f"{revision!r} was given, but {model} is no hub repository, which alone has revisions; leave it out",
+                "model.revision")
+        return _open_local(path, progress)
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not model.startswith("."):
-        return _open_directory(_download(model, revision, cache_dir, progress), progress)
+        return _open_local(_download(model, revision, cache_dir, progress), progress)
     near = nearest(model, catalogue.CATALOGUE)
     hint = f" Did you mean {near!r}?" if near else f" The catalogue has {sorted(catalogue.CATALOGUE)}."
     raise ConfigError(
@@ -109,7 +107,11 @@ def open_checkpoint(
     )
 
 
-def _open_directory(path: Path, progress: bool) -> Checkpoint:
+def _open_local(path: Path, progress: bool) -> Checkpoint:
+    if path.suffix == ".gguf" and path.is_file():
+        return GGUFCheckpoint(path, progress)
+    if path.is_file():
+        raise ConfigError(f"{path} is a file that is not .gguf: name the directory that holds config.json", "model")
     if (path / "config.json").is_file():
         return DirectoryCheckpoint(path, progress)
     found = sorted(path.glob("*.gguf"))

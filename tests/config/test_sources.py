@@ -154,8 +154,24 @@ def test_an_old_name_works_with_a_warning_that_names_the_new_one(monkeypatch):
         assert resolved.config.scheduler.max_running == 4
         assert resolved.config.scheduler.ref.options == {}
         assert "'scheduler.max_running'" in resolved.warnings[0]
-    with pytest.raises(ConfigError, match="old name of 'scheduler.max_running'"):
-        load({"model": "m", "scheduler": {"max_seqs": 4, "max_running": 5}})
+
+
+def test_an_old_and_a_new_name_in_one_source_are_an_error_in_two_the_later_one_wins(monkeypatch, file):
+    monkeypatch.setattr(sources, "RENAMED", {"scheduler.max_seqs": "scheduler.max_running"})
+    both = {"scheduler": {"max_seqs": 4, "max_running": 5}}
+    for both_given in (
+        lambda: load({"model": "m", **both}),
+        lambda: load(file("model: m\nscheduler: {max_running: 5, max_seqs: 4}\n")),
+        lambda: load({"model": "m"}, "scheduler.max_seqs=4", "scheduler.max_running=5"),
+        lambda: load({"model": "m"}, "scheduler.max_running=5", "scheduler.max_seqs=4"),
+        lambda: load({"model": "m"}, HOTSWAP_SCHEDULER__MAX_SEQS="4", HOTSWAP_SCHEDULER__MAX_RUNNING="5"),
+    ):
+        with pytest.raises(ConfigError, match=r"scheduler.max_seqs: is the old name of 'scheduler.max_running'"):
+            both_given()
+    for old, new in (("max_seqs", "max_running"), ("max_running", "max_seqs")):
+        resolved = load({"model": "m", "scheduler": {old: 4}}, f"scheduler.{new}=5")
+        assert resolved.config.scheduler.max_running == 5
+        assert resolved.source("scheduler.max_running") == "flag"
 
 
 def test_the_given_mapping_is_not_changed():

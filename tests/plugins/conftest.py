@@ -42,7 +42,8 @@ PARTS = """
     FakeKV = concrete(KVCacheManager, describe=describes(offers=frozenset({"shrink"})))
     ForkKV = concrete(KVCacheManager, describe=describes(offers=frozenset({"fork"})))
     Anywhere = concrete(AttentionBackend, support=lambda self: AttentionSupport())
-    ForChip = concrete(AttentionBackend, support=lambda self: AttentionSupport(devices=("chip",)))
+    ForChip = concrete(AttentionBackend, support=lambda self: AttentionSupport(
+        devices=("chip",), dtypes=("bfloat16",), page_sizes=(16, 32)))
     FakeSpeculator = concrete(
         Speculator, Options=Draft, needs=lambda self: SpeculatorNeeds(lookahead=self.options.max_draft))
     FakeExecutor = concrete(Executor)

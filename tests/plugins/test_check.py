@@ -103,6 +103,22 @@ def test_auto_is_noted(check):
     assert check(attention="auto", device="chip").attention.label == "attention:chip"
 
 
+def test_what_the_attention_backend_does_not_take_is_refused_with_the_key_to_change(check):
+    message = refusal(check, attention="chip", device="cpu", dtype="float16", kvcache={"use": "fake", "block_size": 7})
+    for part in (
+        "device: attention:chip does not take 'cpu', but chip", "dtype: attention:chip does not take 'float16', but bfloat16",
+        "kvcache.block_size: attention:chip does not take 7, but 16, 32",
+    ):
+        assert part in message
+    check(attention="chip", device="chip:1", dtype="bfloat16", kvcache={"use": "fake", "block_size": 32})
+    check(attention="chip", device="chip", dtype="auto")
+
+
+def test_options_of_another_component_of_the_kind_are_refused(check):
+    for section, other in (("kvcache", {"use": "paged", "eviction": "lru"}), ("scheduler", {"use": "continuous", "max_chunk": 8})):
+        assert f"{section}.{[*other][1]}: unknown key" in refusal(check, **{section: other})
+
+
 def test_a_model_component_that_the_config_names_is_checked_too(check):
     assert "model: no model is called 'nope'" in refusal(check, model={"name": "m", "use": "nope"})
 

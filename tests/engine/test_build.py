@@ -1,0 +1,71 @@
+"""From a config to an engine: what does not fit together is refused, and nothing is left behind."""
+
+import json
+import threading
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hotswap.core.config import load_config
+from hotswap.core.engine.build import build_engine
+from hotswap.core.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "smollm2-135m-instruct"  # also the name of a catalogue model
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128,
+    )).save_pretrained(path)
+    return path
+
+
+def build(model, **changes):
+    values = {"model": model, "device": "cpu", "dtype": "float32", "kvcache": {"memory": "1MiB"}, **changes}
+    return build_engine(load_config(values, environ={}), progress=False)
+
+
+def refusal(model, **changes):
+    threads = threading.active_count()
+    with pytest.raises(ConfigError) as caught:
+        build(model, **changes)
+    assert threading.active_count() == threads, "a worker was left behind"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["owner/name", "smollm2-135m-instruct", "./nowhere", "~/nowhere.gguf"])
+def test_a_path_that_is_not_there_is_never_looked_for_elsewhere(monkeypatch, tmp_path, path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: pytest.fail("asked the hub"))
+    assert refusal({"path": path}).startswith(f"model.path: there is no file or directory {path!r}")
+
+
+def test_a_path_means_what_lies_there_even_if_a_catalogue_model_has_its_name(monkeypatch, directory):
+    monkeypatch.chdir(directory.parent)
+    built = build({"path": directory.name})
+    built.engine.stop()
+    assert built.facts.vocab_size == 64
+
+
+def test_a_revision_of_what_is_no_hub_repository_is_refused(directory):
+    for model in ({"path": str(directory), "revision": "main"}, {"name": str(directory), "revision": "main"},
+                  {"name": "smollm2-135m-instruct", "revision": "main"}):
+        assert refusal(model).startswith("model.revision: 'main' was given")
+
+
+def test_a_context_longer_than_the_models_is_refused_with_both_numbers(directory):
+    assert refusal({"path": str(directory)}, max_model_len=129).startswith(
+        "max_model_len: 129 tokens were given, but the model was made for 128")
+
+
+def test_a_cache_too_small_for_one_request_is_refused_and_the_worker_stopped(directory):
+    assert "kvcache.num_blocks" in refusal({"path": str(directory)}, kvcache={"num_blocks": 3})
+
+
+def test_an_architecture_that_nobody_knows_is_refused_with_those_that_there_are(directory, tmp_path):
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["NobodyForCausalLM"]}))
+    message = refusal({"path": str(tmp_path)})
+    assert "'NobodyForCausalLM'" in message
+    assert "LlamaForCausalLM" in message
