@@ -6,7 +6,8 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -22,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5
 """For connections to end after the last request has been answered."""
+LEAVE_TIMEOUT_S = 1.0
+"""After a second signal: for the step that runs, before clients are hung up on."""
+LAST_WORDS_S = 0.3
+"""After a second signal: for the last events to reach the clients."""
 KEEP_ALIVE_S = 60
 """Longer than clients keep idle connections in their pools, so that they do not send into a closed one."""
 
@@ -60,7 +65,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve_on(listener: socket.socket, served: Served, settings: ServerSection) -> None:
-    """Serve ``served`` until a signal comes, then drain it."""
+    """Serve ``served`` until a signal comes, then drain it. SystemExit 1 where the engine ends by itself."""
     app = create_app(served, settings)
     defaults = app.state.api.frontend.sampling({}).model_dump(exclude_defaults=True)
     logger.info("where a request says nothing: %s", defaults or "OpenAI's defaults")
@@ -72,15 +77,23 @@ def serve_on(listener: socket.socket, served: Served, settings: ServerSection) -
     host, port = listener.getsockname()[:2]
     logger.info("serving %s on http://%s:%d", served.name, f"[{host}]" if ":" in host else host, port)
     _Server(config, app.state.api).run(sockets=[listener])
+    if served.engine.failure is not None:
+        logger.critical("%s; the process ends, so that it can be started again", served.engine.failure)
+        raise SystemExit(1)
 
 
 class _Server(uvicorn.Server):
-    """On the first signal, refuse new requests (503) and let the others end; on the second, leave at once."""
+    """On the first signal, refuse new requests (503) and let the others end; on the second, cut them short. An engine
+    that has ended by itself ends the server, after every client has had its answer."""
 
     def __init__(self, config: uvicorn.Config, api: Api) -> None:
         super().__init__(config)
-        self._api = api
+        self._api, self._engine = api, api.served.engine
         self._drain: asyncio.Task[None] | None = None
+        self._leave: asyncio.Task[None] | None = None
+
+    async def on_tick(self, counter: int) -> bool:
+        return self._engine.failure is not None or await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -95,17 +108,44 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
-        if self._drain is not None:
-            self.should_exit = self.force_exit = True
-            return
-        self._drain = asyncio.get_running_loop().create_task(self._drained())
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._drained())
+        elif self._leave is None:
+            self._leave = asyncio.get_running_loop().create_task(self._left())
 
     async def _drained(self) -> None:
         timeout = self._api.settings.drain_timeout_s
-        loads = self._api.served.engine.loads()
-        logger.info("shutting down: %d requests may go on for %g s", loads.running + loads.waiting, timeout)
+        loads = self._engine.loads()
+        logger.info("shutting down: %d requests may go on for %g s; a second signal ends them now",
+                    loads.running + loads.waiting, timeout)
         self._api.draining = True
         try:
-            await asyncio.to_thread(self._api.served.engine.drain, timeout)
+            await _beside(lambda: self._engine.drain(timeout))
         finally:
             self.should_exit = True
+
+    async def _left(self) -> None:
+        """End the requests, tell those who listen, hang up on those who do not."""
+        logger.info("leaving at once")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_beside(self._engine.stop), LEAVE_TIMEOUT_S)
+        self.should_exit = True
+        await asyncio.sleep(LAST_WORDS_S)
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+
+async def _beside(work: Callable[[], None]) -> None:
+    """``work`` in a thread that the process does not wait for when it ends."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended already
+                loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=run, daemon=True).start()
+    await done.wait()

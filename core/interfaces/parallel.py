@@ -159,6 +159,10 @@ class EngineClient(Protocol):
     def health(self) -> str | None:
         """None when work gets done, else what is wrong."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why it has ended by itself and will never serve again; None while it may, and after ``stop``."""
+
     def drain(self, timeout_s: float) -> None:
         """Take no new request, finish what runs; after ``timeout_s`` abort the rest."""
 

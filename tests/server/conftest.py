@@ -52,6 +52,7 @@ class FakeEngine:
     def __init__(self, tokenizer: Tokenizer, max_model_len: int = 512) -> None:
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self._stopped = False
+        self.failure: str | None = None
         self._lock = threading.Condition()
         self.running: dict[str, tuple[RequestState, Iterator[int]]] = {}
         self.waiting: deque[RequestState] = deque()
@@ -107,7 +108,7 @@ class FakeEngine:
         return 7
 
     def health(self) -> str | None:
-        return self.problem
+        return self.failure or self.problem
 
     def drain(self, timeout_s: float) -> None:
         self._draining = True
@@ -121,6 +122,8 @@ class FakeEngine:
     def stop(self) -> None:
         with self._lock:
             self._stopped = True
+            for state in self._states():
+                self._end(state, FinishReason.ABORT)
             self._lock.notify()
         self._thread.join(5)
 
@@ -134,6 +137,16 @@ class FakeEngine:
         state.sink(last_words(state, reason, error))
 
     def _run(self) -> None:
+        """Whatever is raised here ends it for ever, as it does the real one."""
+        try:
+            self._loop()
+        except Exception as error:
+            with self._lock:
+                self._stopped, self.failure = True, f"the engine's loop has ended: {error}"
+                for state in self._states():
+                    self._end(state, FinishReason.ERROR, self.failure)
+
+    def _loop(self) -> None:
         while not self._stopped:
             with self._lock:
                 while not self._stopped and not (self.running or (self.waiting and self.admit)):
@@ -151,6 +164,7 @@ class FakeEngine:
         self.seen.add(key)
         if state.prompt_logprobs is not None:
             state.prompt_logprobs[1:] = [self._logprob(state, token) for token in key[1][1:]]
+        self.running[state.id] = (state, iter(()))  # with the others, if the reply cannot be made
         self.running[state.id] = (state, self.reply(state.request))
 
     def _step(self, state: RequestState, tokens: Iterator[int]) -> None:

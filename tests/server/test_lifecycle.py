@@ -117,6 +117,14 @@ from hotswap.server.served import Served
 
 engine = fixtures.FakeEngine(fixtures.byte_tokenizer())
 engine.step_s = 0.02
+alphabet = engine.reply
+
+def reply(request):
+    if request.prompt_token_ids == engine.tokenizer.encode("die"):
+        raise RuntimeError("device lost")
+    return alphabet(request)
+
+engine.reply = reply
 served = Served("tiny", engine, engine.tokenizer, engine.tokenizer.vocab_size, 512)
 with run.bind("127.0.0.1", 0) as listener:
     print(listener.getsockname()[1], flush=True)
@@ -198,16 +206,55 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event(launch):
         assert "[DONE]" not in lines
 
 
-def test_a_second_signal_ends_it_at_once(launch):
+def test_a_second_signal_ends_it_at_once_and_quietly(launch):
     process, url = launch(drain_timeout_s=60)
-    threads, _ = stream_in_threads(url, 1, 500)
-    until(lambda: httpx.get(f"{url}/server_info").json()["loads"]["running"] == 1, 10)
+    threads, streams = stream_in_threads(url, 3, 500)
+    until(lambda: httpx.get(f"{url}/server_info").json()["loads"]["running"] == 3, 10)
     process.send_signal(signal.SIGINT)
     until(lambda: httpx.get(f"{url}/ready").status_code == 503, 5)
+    begin = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.wait(10)
-    for thread in threads:
+    assert process.wait(10) == 0
+    assert time.monotonic() - begin < 1.5
+    for thread, lines in zip(threads, streams, strict=True):
         thread.join(5)
+        assert json.loads(lines[-1])["error"]["code"] == "aborted"
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_a_second_signal_hangs_up_on_a_client_that_does_not_read(launch):
+    process, url = launch(drain_timeout_s=60)
+    raw = json.dumps({"prompt": "x", "max_tokens": 500, "stream": True, "n": 100}).encode()
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
+        until(lambda: httpx.get(f"{url}/server_info").json()["loads"]["running"] > 0, 10)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{url}/ready").status_code == 503, 5)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert time.monotonic() - begin < 3
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_an_engine_that_ends_by_itself_ends_the_process_after_the_last_answers(launch):
+    process, url = launch(drain_timeout_s=60)
+    threads, streams = stream_in_threads(url, 3, 500)
+    until(lambda: httpx.get(f"{url}/server_info").json()["loads"]["running"] == 3, 10)
+    with httpx.Client(base_url=url) as client:
+        assert client.post("/v1/completions", json={"prompt": "die"}).status_code == 500
+        with contextlib.suppress(httpx.TransportError):  # it may have ended already
+            assert client.get("/health").status_code == 503
+            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+    assert process.wait(5) == 1
+    for thread, lines in zip(threads, streams, strict=True):
+        thread.join(5)
+        assert json.loads(lines[-1])["error"]["code"] == "internal_error"
+    assert "device lost" in process.stderr.read()
 
 
 def test_a_port_in_use_is_one_clear_config_error():
