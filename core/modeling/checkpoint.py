@@ -97,8 +97,12 @@ def open_checkpoint(
                 f"{revision!r} was given, but {model} is no hub repository, which alone has revisions; leave it out",
                 "model.revision")
         return _open_local(path, progress)
-    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not model.startswith("."):
+    is_path = path.suffix == ".gguf" or model.startswith((".", "/", "~"))
+    if _HUB_ID.fullmatch(model) and not is_path:
         return _open_local(_download(model, revision, cache_dir, progress), progress)
+    if is_path or len(path.parts) > 1:
+        raise ConfigError(f"there is no file or directory {model!r}: give the path of a .gguf file, or of a directory that "
+                          "holds config.json", "model")
     near = nearest(model, catalogue.CATALOGUE)
     hint = f" Did you mean {near!r}?" if near else f" The catalogue has {sorted(catalogue.CATALOGUE)}."
     raise ConfigError(

@@ -49,9 +49,10 @@ class GGUFFile:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self._read_header()
-        except (struct.error, ValueError, TypeError, OverflowError) as error:
+        except (_Damaged, struct.error, ValueError, TypeError, OverflowError) as error:
+            what = error if isinstance(error, _Damaged) else "a value ends behind the end of the file, or is none"
             raise ModelLoadError(
-                f"the header of {path} is damaged or cut off (the file has {self.size} bytes): download it again ({error})"
+                f"the header of {path} is damaged or cut off: {what} (the file has {self.size} bytes); download it again"
             ) from error
 
     def _read_header(self) -> None:
@@ -111,6 +112,10 @@ class GGUFFile:
             raise ModelLoadError(f"tensor {name!r} of {self.path} is stored as {kind.name}, which cannot be read") from error
 
 
+class _Damaged(Exception):
+    """What in a header cannot be, and where."""
+
+
 class _Cursor:
     """Reads little-endian values one after the other; struct.error where the file ends too soon."""
 
@@ -133,13 +138,13 @@ class _Cursor:
         if type_id in _SCALARS:
             return self.scalar(_SCALARS[type_id])
         if type_id != _ARRAY:
-            raise struct.error(f"unknown metadata type {type_id} at offset {self.position}")
+            raise _Damaged(f"unknown metadata type {type_id} at offset {self.position}")
         element, count = struct.unpack_from("<IQ", self.buffer, self.position)
         self.position += 12
         if element == _STRING:
             return self.strings(count)
         if element not in _SCALARS:
-            raise struct.error(f"unknown array element type {element} at offset {self.position}")
+            raise _Damaged(f"unknown array element type {element} at offset {self.position}")
         code = f"<{count}{_SCALARS[element][1]}"
         values = struct.unpack_from(code, self.buffer, self.position)
         self.position += struct.calcsize(code)
@@ -153,7 +158,7 @@ class _Cursor:
             start = position + 8
             position = start + unpack(buffer, position)[0]
             if position > size:
-                raise struct.error(f"a string at offset {start} does not fit into the file")
+                raise _Damaged(f"a string at offset {start} does not fit into the file")
             values.append(buffer[start:position].decode("utf-8"))
         self.position = position
         return values
@@ -162,6 +167,6 @@ class _Cursor:
         name = self.string()
         num_dimensions = self.scalar("<I")
         if num_dimensions > _MAX_DIMENSIONS:
-            raise struct.error(f"tensor {name!r} has {num_dimensions} dimensions")
+            raise _Damaged(f"tensor {name!r} has {num_dimensions} dimensions")
         dims = [self.scalar("<Q") for _ in range(num_dimensions)]
         return name, tuple(reversed(dims)), self.scalar("<I"), self.scalar("<Q")

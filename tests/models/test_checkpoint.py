@@ -25,10 +25,23 @@ def add_tokenizer(directory, num_tokens=128, **config):
 
 
 class TestNames:
-    @pytest.mark.parametrize("name", ["nonsense", "./nowhere", "/nowhere/model.gguf", "smolm2-135m-instruct", ""])
+    @pytest.mark.parametrize("name", ["nonsense", "smolm2-135m-instruct", ""])
     def test_an_unknown_model_is_refused_with_what_is_accepted(self, name):
         with pytest.raises(ConfigError, match="smollm2-135m-instruct|neither config.json"):
             open_checkpoint(name)
+
+    @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/model.gguf", "model.gguf", "owner/model.gguf", "~/x", "a/b/c", "../x"])
+    def test_a_path_to_nothing_is_no_unknown_model(self, path):
+        with pytest.raises(ConfigError, match="there is no file or directory") as caught:
+            open_checkpoint(path)
+        assert repr(path) in str(caught.value)
+        assert "catalogue" not in str(caught.value)
+
+    def test_a_revision_of_what_has_none_is_refused(self, tmp_path):
+        for model in (str(tmp_path), "smollm2-135m-instruct"):
+            with pytest.raises(ConfigError, match="no hub repository") as caught:
+                open_checkpoint(model, revision="main")
+            assert caught.value.path == "model.revision"
 
     def test_a_hub_id_that_cannot_be_fetched_says_why(self, monkeypatch, tmp_path):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -176,8 +176,10 @@ def test_a_header_that_was_cut_off_anywhere_is_an_error(make_checkpoint, tmp_pat
     data = file.read_bytes()
     for length in [0, 3, 23, 24, 40, 100, 500, 2000]:
         file.write_bytes(data[:length])
-        with pytest.raises(ModelLoadError, match="download it again"):
+        with pytest.raises(ModelLoadError, match="download it again") as caught:
             open_checkpoint(str(file))
+        assert f"{length} bytes" in str(caught.value)
+        assert "unpack" not in str(caught.value), "struct's words mean nothing to who has a bad download"
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
