@@ -43,19 +43,24 @@ def plan_pages(specs: Sequence[CacheSpec], num_bytes: int, constraints: CacheCon
     page_size = choose_page_size(constraints)
     page_bytes = page_size * sum(spec.bytes_per_token for spec in specs)
     num_pages = constraints.num_pages if constraints.num_pages is not None else num_bytes // max(1, page_bytes)
-    require_room(num_pages, pages_for(constraints.max_model_len, page_size), page_size, num_bytes, constraints)
+    require_room(num_pages, page_size, page_bytes, num_bytes, constraints)
     return CachePlan({spec.group: GroupPlan(num_pages, page_size) for spec in specs})
 
 
-def require_room(num_pages: int, needed: int, page_size: int, num_bytes: int, constraints: CacheConstraints) -> None:
-    """One request of ``max_model_len`` tokens must fit beside the dummy page, or it could never be served."""
-    available = max(0, num_pages - 1)
+def require_room(num_pages: int, page_size: int, page_bytes: int, num_bytes: int, constraints: CacheConstraints) -> None:
+    """One request of ``max_model_len`` tokens must fit beside the dummy page, or it could never be served.
+    ``page_bytes``: of one page in every group."""
+    needed, available = pages_for(constraints.max_model_len, page_size) + 1, max(0, num_pages)
     if available >= needed:
         return
-    source = "set by kvcache.num_blocks" if constraints.num_pages is not None else f"in {num_bytes} bytes"
+    if constraints.num_pages is not None:
+        key, given, enough = "kvcache.num_blocks", f"{available} were given", f"{needed}"
+    else:
+        enough_bytes = needed * page_bytes
+        key, given = "kvcache.memory", f"{num_bytes} bytes hold {available}"
+        enough = f"{enough_bytes} bytes ({-(-enough_bytes // 2**20)}MiB)"
+    fits = (available - 1) * page_size
     raise ConfigError(
-        f"one request of max_model_len={constraints.max_model_len} tokens needs {needed} pages of {page_size} tokens, "
-        f"but only {available} pages are available ({source}, {num_bytes} bytes for the cache, one page a group kept "
-        f"as the dummy page); give the cache more room or lower max_model_len to {available * page_size}",
-        "kvcache.num_blocks" if constraints.num_pages is not None else "kvcache.memory",
-    )
+        f"one request of max_model_len={constraints.max_model_len} tokens needs {needed} pages of {page_size} tokens, the "
+        f"dummy page included, but {given}; give at least {enough}"
+        + (f", or lower max_model_len to {fits}" if fits > 0 else ""), key)

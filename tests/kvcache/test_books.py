@@ -227,6 +227,19 @@ def test_num_blocks_too_small_for_one_request_names_the_key_and_a_length_that_fi
     with pytest.raises(ConfigError, match="lower max_model_len to 96") as error:
         PagedKVCache().configure([CacheSpec("full", (0,), 1, 8, 32)], 0, CacheConstraints(256, 4, num_pages=7))
     assert error.value.path == "kvcache.num_blocks"
+    assert "needs 17 pages of 16 tokens, the dummy page included, but 7 were given; give at least 17, or" in str(error.value)
+    assert "bytes" not in str(error.value)
+
+
+@pytest.mark.parametrize("num_pages", [0, 1])
+def test_too_little_room_for_any_request_asks_for_what_is_enough_and_for_no_length(num_pages) -> None:
+    specs, constraints = [CacheSpec("full", (0,), 1, 8, 32)], CacheConstraints(256, 4)
+    page_bytes = 16 * specs[0].bytes_per_token
+    with pytest.raises(ConfigError, match=f"give at least {17 * page_bytes} bytes") as error:
+        PagedKVCache().configure(specs, num_pages * page_bytes, constraints)
+    assert error.value.path == "kvcache.memory"
+    assert "lower max_model_len" not in str(error.value)
+    PagedKVCache().configure(specs, 17 * page_bytes, constraints)
 
 
 def test_contiguous_gives_each_request_one_run() -> None:
