@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import signal
@@ -57,10 +58,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        key = "server.host" if isinstance(error, socket.gaierror) else "server.port"
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another one, or end what uses it", key,
-        ) from error
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            key, remedy = "server.host", "give an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+        else:
+            key, remedy = "server.port", "choose another one, or end what uses it"
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; {remedy}", key) from error
     return listener
 
 
