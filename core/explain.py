@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,6 +13,8 @@ SECRET_KEY = re.compile(r"(^|_)(api_keys?|tokens?|secrets?|passwords?|credential
 """Keys whose text is never shown."""
 
 HIDDEN = "<hidden>"
+
+Location = TypeVar("Location", str, str | int)
 
 
 class Problem(NamedTuple):
@@ -80,7 +82,7 @@ def unknown_key(key: str, section: str, valid: Iterable[str], known: Mapping[str
     """
     known = known or {}
     beside = {path.rpartition(".")[2] for path in known.values() if path.rpartition(".")[0] == section}
-    valid = sorted({*valid, *beside})
+    valid = sorted({*valid, *beside} or {"use"})  # a component without options
     if key in known:
         meant = known[key]
     elif near := nearest(key, valid):
@@ -88,7 +90,7 @@ def unknown_key(key: str, section: str, valid: Iterable[str], known: Mapping[str
     else:
         meant = known.get(nearest(key, known) or "", "")
     hint = f" Did you mean '{meant}'?" if meant else ""
-    return f"unknown key.{hint} Valid here: {', '.join(valid) or 'nothing'}."
+    return f"unknown key.{hint} Valid here: {', '.join(valid)}."
 
 
 def explain(
@@ -97,7 +99,7 @@ def explain(
     """Every problem in ``error``, which validating ``model`` for the config path ``prefix`` has raised."""
     problems = []
     for detail in error.errors(include_url=False, include_context=False):
-        path = join(prefix, *_shown(detail["loc"]))
+        path = join(prefix, *public(detail["loc"]))
         if detail["type"] == "extra_forbidden":
             *outer, key = detail["loc"]
             message = unknown_key(str(key), join(prefix, *outer), _keys(model, outer), known)
@@ -109,7 +111,7 @@ def explain(
     return problems
 
 
-def _shown(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
+def public(location: tuple[Location, ...]) -> tuple[Location, ...]:
     """``location`` up to a secret key: what lies below it may be the secret itself."""
     for depth, part in enumerate(location, 1):
         if SECRET_KEY.search(str(part)):

@@ -6,7 +6,10 @@ What depends on the checkpoint (its length, its layers, the memory it leaves) is
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
+
+from pydantic import ValidationError
 
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, known_keys
 from hotswap.core.errors import ConfigError
@@ -77,8 +80,9 @@ def check_config(config: Config, registry: Registry) -> Components:
     components = Components(built)
     problems += _model_options(config, registry)
     problems += unmet(dict(components.walk()))
-    problems += _twice(config)
+    problems += _twice(components)
     problems += _deployments(components)
+    problems += _files(config)
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
     if "attention" in built:
@@ -86,6 +90,36 @@ def check_config(config: Config, registry: Registry) -> Components:
     batch, batch_notes = _batch(config)
     raise_problems(problems + batch)
     return replace(components, notes=(*notes, *batch_notes))
+
+
+def wrong_components(values: Mapping[str, Any], registry: Registry) -> list[Problem]:
+    """What is wrong with the components that ``values`` name: for values that core's schema has refused already, so that
+    both are told at once."""
+    problems: list[Problem] = []
+    for path, kinds, given in _given(values):
+        try:
+            ref = ComponentRef.model_validate(given)
+            if (ref.use, kinds) != (AUTO, ("attention",)):
+                registry.build(kind_of(registry, kinds, ref, path), ref, path, known_keys())
+        except ValidationError:
+            continue  # the schema has said so
+        except ConfigError as error:
+            problems += problems_of(error)
+    return problems
+
+
+def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """As :func:`named`, from values that may be of any shape."""
+    for section, kind in SECTIONS.items():
+        value = values.get(section)
+        if isinstance(value, dict) and section != "model" and all(isinstance(key, str) for key in value):
+            core = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]  # sections are classes
+            options = {key: option for key, option in value.items() if key not in core}
+            yield section, (kind,), {"use": value.get("use", core["use"].default), **options}
+    for section, kinds in LISTS.items():
+        entries = values.get(section)
+        for index, entry in enumerate(entries if isinstance(entries, list) else []):
+            yield join(section, index), kinds, entry
 
 
 def unmet(components: Mapping[str, Component]) -> list[Problem]:
@@ -183,13 +217,23 @@ def _model_options(config: Config, registry: Registry) -> list[Problem]:
     return []
 
 
-def _twice(config: Config) -> list[Problem]:
-    """A logits processor that ran twice would count every penalty twice."""
-    names = [ref.use for ref in config.logits_processors]
-    return [
-        Problem(join("logits_processors", index), f"'{name}' is listed twice.")
-        for index, name in enumerate(names) if name in names[:index]
-    ]
+def _twice(components: Components) -> list[Problem]:
+    """A logits processor that ran twice would count every penalty twice, an observer every token."""
+    problems, seen = [], set()
+    for path, component in components.built.items():
+        place = path.rpartition("[")[0], component.origin
+        if place in seen:
+            problems.append(Problem(path, f"'{component.name}' is listed twice."))
+        seen.add(place)
+    return problems
+
+
+def _files(config: Config) -> list[Problem]:
+    """Files that would be missed only after the weights have been loaded."""
+    template = config.server.chat_template
+    if template is None or Path(template).is_file():
+        return []
+    return [Problem("server.chat_template", f"there is no file {template!r}; give the path of a Jinja template.")]
 
 
 def _deployments(components: Components) -> list[Problem]:

@@ -6,6 +6,7 @@ with nothing but ``use``.
 """
 
 import hashlib
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
@@ -19,6 +20,8 @@ Bytes = Annotated[
     int, Field(ge=1), BeforeValidator(parse_bytes),
     WithJsonSchema({"type": ["integer", "string"], "description": "Bytes, or a number with a unit such as '4GiB'."}),
 ]
+
+_DEVICE = re.compile(r"^(auto|[a-z]+(:[0-9]+)?)$")
 
 
 class Section(BaseModel):
@@ -57,7 +60,7 @@ class ModelSection(Section):
     use: str | None = None
     """The model component; by default the one that is registered for the checkpoint's architecture."""
     revision: str | None = None
-    """A branch, tag or commit of the hub repository."""
+    """A branch, tag or commit of the hub repository; an error where the model is no hub id."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,8 +120,8 @@ class ExecutionSection(ComponentSection):
     use: str = "inline"
     depth: Count = 1
     """Steps in flight: 2 plans the next step while the device computes this one."""
-    num_threads: Count | None = None
-    """CPU threads of a worker's operators; by default torch's choice."""
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """CPU threads of a worker's operators, at most 1024; by default torch's choice."""
 
 
 class ServerSection(Section):
@@ -161,6 +164,8 @@ class ServerSection(Section):
     def _tenants(cls, value: Any) -> Any:
         """A list of keys gets one tenant a key, named by a digest: a tenant appears in logs, a key must not."""
         if not isinstance(value, list):
+            if not isinstance(value, dict):
+                raise ValueError("should be a list of keys ('[a, b]'), or a mapping from key to tenant ('{a: anna}').")
             return value
         if not all(isinstance(key, str) and key for key in value):
             raise ValueError("every key should be a text that is not empty; quote those that look like numbers.")
@@ -187,7 +192,7 @@ class Config(Section):
     model: ModelSection
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and activations; auto: the checkpoint's own where the device computes well in it."""
-    device: Annotated[str, Field(pattern=r"^(auto|[a-z]+(:[0-9]+)?)$")] = "auto"
+    device: Annotated[str, WithJsonSchema({"type": "string", "pattern": _DEVICE.pattern})] = "auto"
     """cpu, cuda, cuda:1 …; auto: CUDA where there is a device, else the CPU."""
     seed: int = 0
     """Of the random numbers of requests that bring no seed."""
@@ -205,6 +210,13 @@ class Config(Section):
     execution: ExecutionSection = ExecutionSection()
     observers: list[ComponentRef] = Field(default_factory=lambda: _refs("metrics"))
     server: ServerSection = ServerSection()
+
+    @field_validator("device")
+    @classmethod
+    def _device_and_index(cls, value: str) -> str:
+        if _DEVICE.fullmatch(value) is None:
+            raise ValueError(f"should be 'auto', 'cpu', 'cuda', or a device and its number such as 'cuda:1', not {value!r}.")
+        return value
 
 
 SECTIONS: dict[str, str] = {

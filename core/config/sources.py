@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import ValidationError
 
-from hotswap.core.config.files import one_line, parse_yaml, read_file
+from hotswap.core.config.check import wrong_components
+from hotswap.core.config.files import ParseError, parse_yaml, read_file
+from hotswap.core.config.inherit import hand_on
 from hotswap.core.config.schema import SECTIONS, Config, known_keys
 from hotswap.core.errors import ConfigError
-from hotswap.core.explain import SECRET_KEY, Problem, explain, join, raise_problems, redact
+from hotswap.core.explain import SECRET_KEY, Problem, explain, join, public, raise_problems, redact
+from hotswap.core.registry import Registry
 
 ENVIRONMENT_PREFIX = "HOTSWAP_"
 
@@ -77,16 +79,25 @@ def load_config(
             values[section] = _spelt_out(section, values[section])
     sources = {path: origin for path in _leaves(values)}
     warnings = _rename(values, sources)
+    layers = [copy.deepcopy(values)]
     for assignments in (_environment(os.environ if environ is None else environ), [_flag(text) for text in sets]):
         _refuse_both_names({".".join(assignment.path) for assignment in assignments})
         for assignment in assignments:
             warnings += _assign(values, sources, assignment)
+        layers.append(copy.deepcopy(values))
+    warnings += hand_on(values, sources, layers, _layer)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise_problems([_with_source(p, sources) for p in explain(error, Config, known=known_keys())])
+        problems = [*explain(error, Config, known=known_keys()), *wrong_components(values, Registry())]
+        raise_problems([_with_source(problem, sources) for problem in problems])
         raise
     return ResolvedConfig(config, sources, tuple(warnings))
+
+
+def _layer(source: str) -> int:
+    """0 for the file, 1 for the environment, 2 for flags."""
+    return {"environment": 1, "flag": 2}.get(source.partition(" ")[0], 0)
 
 
 def _environment(environ: Mapping[str, str]) -> list[Assignment]:
@@ -94,44 +105,59 @@ def _environment(environ: Mapping[str, str]) -> list[Assignment]:
     found = []
     for name in sorted(environ):
         if name.startswith(ENVIRONMENT_PREFIX):
-            path = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
-            found.append(Assignment(path, _value(environ[name], name), f"environment {name}"))
+            parts = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
+            path = tuple(part.lower() for part in parts)
+            shown = ENVIRONMENT_PREFIX + "__".join(parts[:len(public(path))])
+            found.append(Assignment(path, _value(environ[name], shown), f"environment {shown}"))
     return found
 
 
 def _flag(text: str) -> Assignment:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {text}: should be KEY=VALUE, such as scheduler.use=continuous.")
-    return Assignment(tuple(key.strip().split(".")), _value(value, f"--set {key}"), "flag")
+        path = tuple(key.split("."))
+        shown = f" {_dotted(path)}" if path[0] in Config.model_fields else ""  # what is no key may be a secret
+        raise ConfigError(f"--set{shown}: should be KEY=VALUE, such as scheduler.use=continuous.")
+    path = tuple(key.strip().split("."))
+    return Assignment(path, _value(value, f"--set {_dotted(path)}"), "flag")
 
 
 def _value(text: str, where: str) -> Any:
     try:
         return parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: the value is no YAML; quote it. {one_line(error)}") from error
+    except ParseError as error:
+        raise ConfigError(f"{where}: the value is no YAML; quote it. ({error})") from None
 
 
 def _assign(values: dict[str, Any], sources: dict[str, str], assignment: Assignment) -> list[str]:
     """Set one value, replacing what lies at its path. Returns warnings."""
     path, warnings = _current_path(assignment.path, assignment.source)
-    if len(path) == 1 and path[0] in SECTIONS and path[0] != "model" and isinstance(assignment.value, str):
-        path = (*path, "use")  # scheduler=continuous keeps the scheduler section's other keys
     section = values
     for depth in range(1, len(path)):
         section = _section(section, path[:depth], assignment)
+    if isinstance(assignment.value, str) and _names_component(path, section.get(path[-1])):
+        section, path = _section(section, path, assignment), (*path, "use")  # the other keys beside it stay
     section[path[-1]] = assignment.value
-    dotted = ".".join(path)
+    dotted = _dotted(path)
     for pair in ALTERNATIVES:
         if dotted in pair:
             other = pair[1 - pair.index(dotted)]
             section.pop(other.rpartition(".")[2], None)
             sources.pop(other, None)
+    if dotted in ALTERNATIVES[0] and _layer(sources.get("model.revision", "flag")) < _layer(assignment.source):
+        section.pop("revision", None)  # it was that of another model
+        sources.pop("model.revision", None)
     for old in [key for key in sources if key.startswith((f"{dotted}.", f"{dotted}["))]:
         del sources[old]
     sources |= {dotted: assignment.source}
     return warnings
+
+
+def _names_component(path: tuple[str, ...], value: Any) -> bool:
+    """Whether a bare name at ``path`` names the component there, where ``value`` lies until now."""
+    if len(path) == 1:
+        return path[0] in SECTIONS and path[0] != "model"
+    return isinstance(value, dict) and "use" in value
 
 
 def _section(parent: dict[str, Any], path: tuple[str, ...], assignment: Assignment) -> dict[str, Any]:
@@ -143,10 +169,15 @@ def _section(parent: dict[str, Any], path: tuple[str, ...], assignment: Assignme
         value = _spelt_out(".".join(path), value)
     elif not isinstance(value, dict):
         what = "a list; give it whole" if isinstance(value, list) else "a single value"
-        message = f"cannot be set by {assignment.source}: {'.'.join(path)} is {what}."
-        raise ConfigError(message, ".".join(assignment.path))
+        message = f"cannot be set by {assignment.source}: {_dotted(path)} is {what}."
+        raise ConfigError(message, _dotted(assignment.path))
     parent[path[-1]] = value
     return value
+
+
+def _dotted(path: tuple[str, ...]) -> str:
+    """As a config path, up to a secret."""
+    return join("", *public(path))
 
 
 def _spelt_out(path: str, bare_name: str) -> dict[str, Any]:
@@ -204,4 +235,10 @@ def _with_source(problem: Problem, sources: Mapping[str, str]) -> Problem:
     path = problem.path
     given = {source for key, source in sources.items() if key == path or key.startswith(f"{path}.")}
     foreign = sorted(source for source in given if source.startswith("environment"))
-    return Problem(path, f"{problem.message} (Given by {', '.join(foreign)}.)") if foreign else problem
+    if not foreign:
+        return problem
+    meant = {key.replace(".", "_"): key for key in [*known_keys().values(), *(f"{name}.use" for name in SECTIONS)]}
+    hint = ""
+    if path in meant and meant[path] != path:
+        hint = f"; two underscores are a dot: {ENVIRONMENT_PREFIX}{meant[path].replace('.', '__').upper()}"
+    return Problem(path, f"{problem.message} (Given by {', '.join(foreign)}{hint}.)")

@@ -9,7 +9,7 @@ from hotswap.core.config.check import check_config
 from hotswap.core.config.describe import rows
 from hotswap.core.config.json_schema import json_schema
 from hotswap.core.registry import Registry
-from hotswap.server.commands.options import reads_config
+from hotswap.server.commands.options import reads_config, warn
 from hotswap.server.commands.table import table
 
 
@@ -37,8 +37,7 @@ def check(config: str, sets: tuple[str, ...]) -> None:
 def show(config: str, sets: tuple[str, ...], as_json: bool) -> None:
     """Print every value of CONFIG and where it came from: default, file, environment or flag."""
     resolved = load_config(config, sets)
-    for warning in resolved.warnings:
-        click.echo(f"warning: {warning}", err=True)
+    warn(resolved)
     shown = list(rows(resolved, Registry()))
     if as_json:
         click.echo(json.dumps([row._asdict() for row in shown], indent=2))

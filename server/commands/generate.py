@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from hotswap.core.config import load_config
-from hotswap.server.commands.options import log_to_stderr, reads_config
+from hotswap.server.commands.options import log_to_stderr, reads_config, warn
 
 
 @click.command("generate")
@@ -16,6 +16,7 @@ from hotswap.server.commands.options import log_to_stderr, reads_config
 def command(ctx: click.Context, config: str, sets: tuple[str, ...], source: Path, target: Path) -> None:
     """Answer every request of a file, without a server. Exit code 1 where some could not be answered."""
     resolved = load_config(config, sets)
+    warn(resolved)
     log_to_stderr()
     from hotswap.server.generate import generate_file
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from hotswap.core.config import ResolvedConfig
+
 Command = Callable[..., Any]
 
 
@@ -16,6 +18,12 @@ def reads_config(command: Command) -> Command:
         help="Set one value, as in --set scheduler.use=continuous; beats the environment and the file.",
     )(command)
     return click.argument("config", metavar="CONFIG")(command)
+
+
+def warn(resolved: ResolvedConfig) -> None:
+    """What the operator should read, on stderr; a server logs it."""
+    for warning in resolved.warnings:
+        click.echo(f"warning: {warning}", err=True)
 
 
 def log_to_stderr() -> None:

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from hotswap.core.config import load_config
+from hotswap.core.config.check import check_config
 from hotswap.core.config.units import parse_bytes
 from hotswap.core.errors import ConfigError
+from hotswap.core.registry import Registry
 
 
 def refusal(**values: object) -> str:
@@ -38,7 +40,9 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(values, wrong, meant
         ({"server": {"port": 70000}}, "server.port", "65535", "70000"),
         ({"seed": True}, "seed", "integer", "True"),
         ({"dtype": "fp32"}, "dtype", "'float32'", "'fp32'"),
-        ({"device": "CUDA"}, "device", "pattern", "'CUDA'"),
+        ({"device": "CUDA"}, "device", "'cuda:1'", "'CUDA'"),
+        ({"device": "cuda:x"}, "device", "'auto', 'cpu', 'cuda', or", "'cuda:x'"),
+        ({"execution": {"num_threads": 100000}}, "execution.num_threads", "less than or equal to 1024", "100000"),
         ({"scheduler": {"max_batch_tokens": 0}}, "scheduler.max_batch_tokens", "greater than or equal to 1", "0"),
         ({"execution": {"depth": 0}}, "execution.depth", "greater than or equal to 1", "0"),
         ({"scheduler": 3}, "scheduler", "a name", "3"),
@@ -57,6 +61,30 @@ def test_all_problems_are_told_at_once():
     message = refusal(seed="x", server={"port": -1, "hosst": ""})
     assert "3 problems" in message
     assert all(path in message for path in ("seed", "server.port", "server.hosst"))
+
+
+def test_a_wrong_value_hides_no_wrong_component():
+    message = refusal(
+        seed="x", scheduler={"use": "nope"}, kvcache={"use": "prefix", "evicton": "lru", "num_blocks": 0},
+        observers=["metrics", "nothing"])
+    assert "5 problems" in message
+    for part in (
+        "seed: should be a valid integer", "kvcache.num_blocks: should be greater", "no scheduler is called 'nope'",
+        "kvcache.evicton: unknown key. Did you mean 'kvcache.eviction'?", "observers[1]: no observer is called 'nothing'",
+    ):
+        assert part in message
+
+
+def test_a_key_beside_a_component_without_options_is_told_which_keys_are_valid():
+    with pytest.raises(ConfigError, match=r"unknown key. Valid here: use\."):
+        check_config(load_config({"model": "m", "attention": {"use": "torch", "xyz": 1}}, environ={}).config, Registry())
+
+
+def test_api_keys_say_both_of_their_forms_where_they_have_neither():
+    for given in ("sk-one,sk-two", 7, None):
+        message = refusal(server={"api_keys": given})
+        assert message.startswith("server.api_keys: should be a list of keys ('[a, b]'), or a mapping")
+        assert "sk-one" not in message
 
 
 def test_a_model_needs_one_source():

@@ -122,11 +122,12 @@ def test_toml_and_yaml_say_the_same(file):
 @pytest.mark.parametrize(
     ("text", "name", "reason"),
     [
-        ("model: a\nmodel: b\n", "c.yaml", "'model' is given twice.*line 2"),
-        ("server: {port: 1, port: 2}\n", "c.yaml", "'port' is given twice"),
+        ("model: a\nmodel: b\n", "c.yaml", "a key is given twice, line 2, column 1"),
+        ("server: {port: 1, port: 2}\n", "c.yaml", "a key is given twice, line 1, column 19"),
         ("model: [\n", "c.yaml", "line 2"),
         ("- model\n", "c.yaml", "keys and values"),
-        ("", "c.yaml", "keys and values"),
+        ("", "c.yaml", "is empty; at least a model"),
+        ("# nothing yet\n", "c.yaml", "is empty"),
         ("model: !!python/object/apply:os.getcwd []\n", "c.yaml", "could not determine a constructor"),
         ("model = \n", "c.toml", "line 1"),
     ],
@@ -134,6 +135,72 @@ def test_toml_and_yaml_say_the_same(file):
 def test_a_file_that_cannot_be_read_says_where(file, text, name, reason):
     with pytest.raises(ConfigError, match=reason):
         load(file(text, name))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[SEKRET", "{SEKRET: 4", "*SEKRET", "!SEKRET x", "'SEKRET", "SEKRET: a: b", "{SEKRET: 1, SEKRET: 2}", "@SEKRET",
+        "%SEKRET", "&SEKRET a: &SEKRET b", "'a' 'SEKRET'", "!<SEKRET> x", "!!timestamp SEKRET", "!!bool SEKRET",
+        "!!int SEKRET", "!!SEKRET x", "=SEKRET", "SEKRET: [\x00", "- SEKRET\n- [", "SEKRET", "- SEKRET",
+    ],
+)
+def test_what_cannot_be_parsed_is_never_shown(file, text):
+    for attempt in (
+        lambda: load(file(text)), lambda: load(file(text, "c.toml")),
+        lambda: load({"model": "m"}, f"server.api_keys={text}"), lambda: load({"model": "m"}, text),
+        lambda: load({"model": "m"}, HOTSWAP_SERVER__API_KEYS=text),
+    ):
+        try:
+            resolved = attempt()
+        except ConfigError as error:
+            assert "SEKRET" not in str(error)
+            assert error.__cause__ is None
+            assert "unicode string" not in str(error)
+        else:
+            assert "SEKRET" not in str((resolved.effective(), resolved.sources))
+
+
+def test_a_value_that_cannot_be_parsed_names_its_flag_or_variable_its_line_and_column():
+    for sets, environ, where in (
+        (["server.api_keys=[a"], {}, "--set server.api_keys"), ([], {"HOTSWAP_SEED": "[a"}, "HOTSWAP_SEED"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load({"model": "m"}, *sets, **environ)
+        assert str(caught.value).startswith(f"{where}: the value is no YAML; quote it. (expected ',' or ']', but got")
+        assert "line 1, column 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("sets", [["server.api_keys.SEKRET=[a"], ["server.api_keys=[a]", "server.api_keys.SEKRET=b"],
+                                  ["server.api_keys.SEKRET=1"]])
+def test_a_key_under_a_secret_section_is_not_shown_either(sets):
+    with pytest.raises(ConfigError, match="server.api_keys") as caught:
+        load({"model": "m"}, *sets)
+    assert "SEKRET" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load({"model": "m"}, HOTSWAP_SERVER__API_KEYS__SEKRET="1")
+    assert "SEKRET" not in str(caught.value)
+
+
+def test_a_key_of_a_secret_section_has_the_source_that_gave_it():
+    resolved = load({"model": "m", "server": {"api_keys": {"a": "anna"}}}, "server.api_keys.k=kim")
+    assert resolved.config.server.api_keys == {"a": "anna", "k": "kim"}
+    assert resolved.source("server.api_keys") == "flag"
+    assert "server.api_keys.k" not in resolved.sources
+
+
+def test_a_variable_with_one_underscore_too_few_is_told_the_name_that_is_meant():
+    with pytest.raises(ConfigError, match="HOTSWAP_SERVER_PORT; two underscores are a dot: HOTSWAP_SERVER__PORT"):
+        load({"model": "m"}, HOTSWAP_SERVER_PORT="1")
+    with pytest.raises(ConfigError, match="HOTSWAP_SCHEDULER__USE"):
+        load({"model": "m"}, HOTSWAP_SCHEDULER_USE="static")
+
+
+def test_the_revision_of_the_file_s_model_is_not_asked_of_a_flag_s():
+    model = {"name": "a/b", "revision": "main"}
+    assert load({"model": model}, "model.name=c/d").config.model.revision is None
+    assert load({"model": model}, "model.name=c/d", "model.revision=v2").config.model.revision == "v2"
+    assert load({"model": "a/b"}, "model.revision=v2", "model.name=c/d").config.model.revision == "v2"
 
 
 def test_a_missing_file_and_a_binary_one_are_config_errors(tmp_path):

@@ -66,6 +66,19 @@ def test_all_refusals_are_told_at_once(check):
     assert "problems" in message
 
 
+@pytest.mark.parametrize("section", ["logits_processors", "observers", "parallel"])
+def test_a_component_that_is_listed_twice_is_refused_however_it_is_spelt(check, section):
+    assert f"{section}[1]: 'fake' is listed twice" in refusal(check, **{section: ["fake", "parts:fake"]})
+
+
+def test_a_chat_template_that_is_not_there_is_missed_before_the_weights_are_loaded(check, tmp_path):
+    message = refusal(check, server={"chat_template": "/nope.jinja"})
+    assert message.startswith("server.chat_template: there is no file '/nope.jinja'")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    check(server={"chat_template": str(template)})
+
+
 def test_several_wrong_options_of_one_component_are_told_side_by_side(check):
     message = refusal(check, speculator={"use": "fake", "max_draft": "x", "a": 1})
     assert message.startswith("2 problems:\n  speculator.max_draft: ")

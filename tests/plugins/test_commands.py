@@ -144,6 +144,18 @@ def test_config_show_names_every_value_with_its_source(run, file):
     assert "server.port" in run("config", "show", path).output
 
 
+def test_what_a_flag_made_void_is_told_by_check_and_show_and_generate(run, file, monkeypatch, tmp_path):
+    import types
+
+    monkeypatch.setitem(sys.modules, "hotswap.server.generate", types.SimpleNamespace(generate_file=lambda *_: 0))
+    path = file(speculator={"use": "fake", "max_draft": 5})
+    told = f"speculator.max_draft of file {path} was given to 'fake'; 'none' has no such option, so it is left out\n"
+    flags = (path, "--set", "speculator=none")
+    assert f"note: {told}" in run("config", "check", *flags).stdout
+    assert run("config", "show", *flags).stderr == f"warning: {told}"
+    assert run("generate", *flags, "--input", "in", "--output", tmp_path / "out").stderr == f"warning: {told}"
+
+
 def test_config_schema_has_the_options_of_the_named_components(run, file):
     schema = json.loads(run("config", "schema", file()).output)
     text = json.dumps(schema)
