@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from hotswap.core.interfaces.kvcache import CacheKey
 
@@ -23,13 +23,18 @@ PROCESSED_FIELDS = frozenset({
 """Sampling fields that logits processors carry out; the others are core's own."""
 
 
+TokenId = Annotated[int, Field(strict=False)]
+"""As the key of a JSON object it is spelled as a text."""
+
+
 class SamplingParams(BaseModel):
     """How to choose tokens and when to stop. Field names are those of vLLM and OpenAI.
 
-    Logprobs are of the raw model distribution, before temperature, penalties, bias and filters.
+    Logprobs are of the raw model distribution, before temperature, penalties, bias and filters. Types are strict: no
+    number for a boolean, no text for a number.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -47,7 +52,7 @@ class SamplingParams(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
     """Over prompt and output (Keskar et al., 2019); presence and frequency count the output only."""
-    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     bad_words: list[str] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -62,12 +67,13 @@ class SamplingParams(BaseModel):
     extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Per component: its part of the request, validated by that component's ``RequestOptions``."""
 
-    @model_validator(mode="before")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _stop_as_list(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("stop"), str):
-            return {**data, "stop": [data["stop"]]}
-        return data
+    def _stop_as_list(cls, given: Any) -> Any:
+        texts = [given] if isinstance(given, str) else given
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("should be a text or a list of texts")
+        return texts
 
     @property
     def greedy(self) -> bool:

@@ -12,7 +12,7 @@ from hotswap.server.http import errors, info
 from hotswap.server.http.api import Api
 from hotswap.server.http.chat import create_chat_completion
 from hotswap.server.http.completions import create_completion
-from hotswap.server.http.middleware import Gate, RequestId
+from hotswap.server.http.middleware import Gate, HeadAsGet, RequestId
 from hotswap.server.protocol.chat import ChatBody
 from hotswap.server.protocol.common import schema_of
 from hotswap.server.protocol.completions import CompletionBody
@@ -22,13 +22,14 @@ from hotswap.server.served import Served
 
 def create_app(served: Served, settings: ServerSection) -> FastAPI:
     """The application for one engine; ``app.state.api`` is its :class:`Api`."""
-    app = FastAPI(title="hotswap", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="hotswap", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     api = app.state.api = Api(served, settings)
     errors.install(app)
     _add_openai_routes(app, api)
     _add_own_routes(app, api)
     served.install_routes(app)
     # Added from the innermost to the outermost.
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Gate, keys=api.keys, draining=lambda: api.draining)
     if settings.cors_origins:
         app.add_middleware(

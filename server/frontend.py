@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,9 +9,9 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from hotswap.core.errors import ConfigError, ContextLengthError, RequestError
-from hotswap.core.explain import nearest
 from hotswap.core.request import Request, SamplingParams
 from hotswap.core.validation import validate_request
+from hotswap.server.problems import first_problem
 from hotswap.server.served import Served
 from hotswap.server.templates.chat import ChatTemplate, ControlTokens
 from hotswap.server.text.detokenizer import StreamDetokenizer
@@ -150,22 +149,13 @@ def derived_seed(seed: int | str, choice: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def first_problem(error: ValidationError) -> RequestError:
-    """What is wrong with a request, in one sentence that names the field."""
-    problem = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        near = nearest(field, SamplingParams.model_fields)
-        return RequestError(f"unknown field {field!r}" + (f"; did you mean {near!r}?" if near else ""), field)
-    message = problem["msg"].removeprefix("Value error, ")
-    return RequestError(f"{field}: {message}, got {reprlib.repr(problem['input'])}" if field else message, field or None)
-
-
 def check_count(num_prompts: int, n: int) -> None:
     """RequestError where a call asks for too many sequences."""
     count = num_prompts * n
     if count > MAX_SEQUENCES:
-        raise RequestError(f"{num_prompts} prompts with n {n} make {count} sequences, the limit is {MAX_SEQUENCES}", "n")
+        raise RequestError(
+            f"{num_prompts} prompts with n {n} make {count} sequences, the limit is {MAX_SEQUENCES}",
+            "prompt" if num_prompts > MAX_SEQUENCES else "n")
 
 
 def _check_texts(param: str, texts: Sequence[str], most: int, most_characters: int) -> None:

@@ -12,7 +12,7 @@ from hotswap.core.config.schema import ServerSection
 from hotswap.core.request import SamplingParams
 from hotswap.server.bridge import Bridge, Call
 from hotswap.server.frontend import Caller, Frontend, Prompt, check_count
-from hotswap.server.http.body import UnknownFields, read_object, validate
+from hotswap.server.http.body import UnknownFields, read_body, validate
 from hotswap.server.http.errors import ApiError
 from hotswap.server.http.middleware import Keys
 from hotswap.server.protocol.chat import ChatPrompt
@@ -58,8 +58,8 @@ class Api:
 
     async def body(self, request: Request, model: type[B]) -> tuple[B, dict[str, str]]:
         """The request's body, and headers for the answer (a warning about unknown fields)."""
-        data = await read_object(request, self.settings.max_body_bytes)
-        return self.checked(validate(model, data))
+        return self.checked(
+            await read_body(request, self.settings.max_body_bytes, lambda data: validate(model, data)))
 
     def checked(self, body: B) -> tuple[B, dict[str, str]]:
         body.refuse_unsupported()

@@ -3,36 +3,41 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from hotswap.core.explain import nearest
-from hotswap.server.frontend import first_problem
 from hotswap.server.http.errors import ApiError
+from hotswap.server.problems import first_problem
 
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 100
 _LARGE = 256 * 1024
-"""Bytes beyond which parsing would hold up the event loop for milliseconds."""
+"""Bytes beyond which parsing and validation would hold up the event loop for milliseconds."""
 _LOGGED_NAMES = 1000
 
 Model = TypeVar("Model", bound=BaseModel)
+T = TypeVar("T")
 
 
-async def read_object(request: Request, limit: int) -> dict[str, Any]:
-    """The JSON object in a request's body. ApiError 400, 413 or 415."""
+async def read_body(request: Request, limit: int, model: Callable[[dict[str, Any]], T]) -> T:
+    """The JSON object in a request's body as ``model`` makes something of it. ApiError 400, 413 or 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"The body should be JSON, sent with 'Content-Type: application/json', not {kind!r}.")
     raw = await _read(request, limit)
-    value = await asyncio.to_thread(_parse, raw) if len(raw) > _LARGE else _parse(raw)
-    if not isinstance(value, dict):
-        raise ApiError(400, f"The body should be a JSON object, not {_name(value)}.")
-    return value
+
+    def made() -> T:
+        value = _parse(raw)
+        if not isinstance(value, dict):
+            raise ApiError(400, f"The body should be a JSON object, not {_name(value)}.")
+        return model(value)
+
+    return await asyncio.to_thread(made) if len(raw) > _LARGE else made()
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -66,13 +71,15 @@ def _parse(raw: bytes) -> Any:
         raise ApiError(400, f"The body is nested more than {MAX_DEPTH} levels deep.") from None
     except UnicodeError:
         raise ApiError(400, "The body holds text that is not valid Unicode.") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ApiError(400, f"The body is not valid JSON: {error}.") from None
+    except ValueError:  # the only one left: Python bounds the digits of whole numbers
+        raise ApiError(400, "The body holds a number with too many digits.") from None
     return value
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ApiError(400, f"The body is not valid JSON: {name} is no JSON number.")
 
 
 def _check_depth(value: Any) -> None:

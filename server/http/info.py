@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from hotswap import __version__
 from hotswap.server.http.api import Api
-from hotswap.server.http.body import read_object, validate
+from hotswap.server.http.body import read_body, validate
 from hotswap.server.http.errors import ApiError
 from hotswap.server.protocol.tokens import DetokenizeBody, TokenizeChat, TokenizeText
 
@@ -64,16 +64,18 @@ def server_info(api: Api) -> dict[str, Any]:
     }
 
 
+def _text_or_chat(data: dict[str, Any]) -> TokenizeText | TokenizeChat:
+    return validate(TokenizeChat, data) if "messages" in data else validate(TokenizeText, data)
+
+
 async def tokenize(api: Api, request: Request) -> Response:
-    data = await read_object(request, api.settings.max_body_bytes)
-    if "messages" in data:
-        chat, headers = api.checked(validate(TokenizeChat, data))
-        ids, names = (await api.chat_prompt(chat)).token_ids, chat.return_token_strs
+    body, headers = api.checked(await read_body(request, api.settings.max_body_bytes, _text_or_chat))
+    if isinstance(body, TokenizeChat):
+        ids = (await api.chat_prompt(body)).token_ids
     else:
-        text, headers = api.checked(validate(TokenizeText, data))
-        ids, names = await api.encode(text.prompt, text.add_special_tokens), text.return_token_strs
+        ids = await api.encode(body.prompt, body.add_special_tokens)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": api.served.max_model_len, "tokens": ids}
-    if names:
+    if body.return_token_strs:
         answer["token_strs"] = [api.texts.name(token_id) for token_id in ids]
     return JSONResponse(answer, headers=headers)
 

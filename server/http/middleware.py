@@ -40,6 +40,16 @@ class RequestId:
         return await self._app(scope, receive, named)
 
 
+class HeadAsGet:
+    """A HEAD request is answered as a GET would be; the HTTP server leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
+
+
 class Keys:
     """Bearer keys and their tenants. Keys are kept as digests; a check compares with all of them in constant time."""
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from hotswap.core.errors import RequestError
 from hotswap.core.request import MAX_LOGPROBS
@@ -12,10 +12,18 @@ from hotswap.server.protocol.common import Body, GenerationBody
 class Message(BaseModel):
     """Other fields are the template's business."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_or_parts(cls, given: Any) -> Any:
+        parts = isinstance(given, list) and all(isinstance(part, dict) for part in given)
+        if not (given is None or isinstance(given, str) or parts):
+            raise ValueError("should be a text or a list of parts of type 'text'")
+        return given
 
     def plain(self, index: int) -> dict[str, Any]:
         """As templates take it, with one text as content. RequestError names what is no text."""

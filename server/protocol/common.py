@@ -11,11 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hotswap.core.errors import RequestError
 from hotswap.core.request import SamplingParams
+from hotswap.server.problems import shown
 
 SAMPLING_FIELDS = frozenset(SamplingParams.model_fields)
 
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Fields of OpenAI's API that change nothing about the answer."""
+"""Fields of OpenAI's API that change nothing about the answer. All are texts but ``metadata``, which is an object."""
 
 INDIFFERENT = frozenset({"parallel_tool_calls"})
 """Says something only about tools, which are refused by themselves."""
@@ -37,7 +38,7 @@ Id = Annotated[int, Field(ge=0)]
 class Body(BaseModel):
     """Fields that it does not declare are kept: they are sampling's, or labels, or unsupported, or unknown."""
 
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, strict=True)
 
     ELSEWHERE: ClassVar[Set[str]] = frozenset()
     """Fields that are honoured though they are not declared."""
@@ -53,10 +54,14 @@ class Body(BaseModel):
         return self.ELSEWHERE | type(self).model_fields.keys()
 
     def refuse_unsupported(self) -> None:
-        """RequestError for the first field that asks for something that this server does not do."""
+        """RequestError for the first field that asks for something that this server does not do, or is a label of the
+        wrong type."""
         for name, value in self.others.items():
             if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
                 raise RequestError(f"{name} is not supported by this server; leave it out", name, "unsupported_field")
+            wanted, kind = (dict, "an object") if name == "metadata" else (str, "a text")
+            if name in LABELS and value is not None and not isinstance(value, wanted):
+                raise RequestError(f"{name}: should be {kind}, got {shown(value)}", name)
 
     @property
     def others(self) -> Mapping[str, Any]:
@@ -65,7 +70,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool = False
     """One more chunk, with the usage and no choices, before the end."""

@@ -2,24 +2,25 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import Field, field_validator
 
 from hotswap.core.errors import RequestError
-from hotswap.server.protocol.common import GenerationBody, Id
+from hotswap.server.protocol.common import GenerationBody
 
-TokenIds = Annotated[list[Id], Field(min_length=1)]
+Prompts = str | list[int] | list[str] | list[list[int]]
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: Prompts
     """A text, token ids, or a list of either; one answer has the choices of all, in order."""
-    @field_validator("prompt", mode="wrap")
+
+    @field_validator("prompt", mode="plain", json_schema_input_type=Prompts)
     @classmethod
-    def _one_of_four(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return validate(value)
-        except ValidationError:
-            raise ValueError("should be a text, token ids, or a list of either, and not empty") from None
+    def _one_of_four(cls, value: Any) -> Any:
+        several = isinstance(value, list) and value and isinstance(value[0], list)
+        if isinstance(value, str) or _all(str, value) or all(map(_ids, value if several else [value])):
+            return value
+        raise ValueError("should be a text, token ids, or a list of either, and not empty")
 
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """By default as many as fit into the context. 0 with ``echo``: only the prompt and its logprobs."""
@@ -46,6 +47,14 @@ class CompletionBody(GenerationBody):
     def only_prompt(self) -> bool:
         """The one token that has to be generated is not shown."""
         return self.max_tokens == 0
+
+
+def _all(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {kind}
+
+
+def _ids(value: Any) -> bool:
+    return _all(int, value) and min(value) >= 0
 
 
 def completion(id: str, created: int, model: str, choices: list[dict[str, Any]], usage: Any = None) -> dict[str, Any]:

@@ -61,7 +61,11 @@ def test_a_large_body_sent_in_chunks_is_refused_too(start):
     ({"prompt": {}}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": None}, "prompt"),
     ({"prompt": [260]}, "prompt"), ({"prompt": "x" * 511, "max_tokens": 5}, "max_tokens"), ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"stream_options": {"include_usage": 3}}, "stream_options"), ({"cache_salt": 5}, "cache_salt"),
-    ({"prompt": ["x"] * 2000}, "n"), ({"bad_words": [""]}, "bad_words"), ({"bad_words": ["x"] * 2000}, "bad_words"),
+    ({"prompt": ["x"] * 2000}, "prompt"), ({"prompt": ["x"] * 200, "n": 100}, "n"), ({"prompt": [True]}, "prompt"),
+    ({"prompt": [1.0]}, "prompt"), ({"prompt": [[1], []]}, "prompt"), ({"echo": "yes"}, "echo"), ({"stream": 1}, "stream"),
+    ({"user": 5}, "user"), ({"metadata": "x"}, "metadata"), ({"temperature": True}, "temperature"), ({"n": 1.0}, "n"),
+    ({"max_tokens": "5"}, "max_tokens"), ({"ignore_eos": 1}, "ignore_eos"), ({"stop": ["a", 5]}, "stop"),
+    ({"bad_words": [""]}, "bad_words"), ({"bad_words": ["x"] * 2000}, "bad_words"),
 ])
 def test_what_cannot_be_served_is_refused_by_name_before_the_first_byte(server, fields, param, streamed):
     error = assert_error(server.complete(**{"stream": streamed, **fields}), 400)
@@ -204,6 +208,49 @@ def test_the_request_id_comes_back_or_is_made(server, engine):
     assert server.client.get("/nothing").headers["x-request-id"]
 
 
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"prompt": None}, "prompt: should be a text, token ids, or a list of either, and not empty, got null"),
+    ({"ignore_eos": 1}, "ignore_eos: Input should be a valid boolean, got 1"),
+    ({"temperature": True}, "temperature: Input should be a valid number, got true"),
+    ({"stop": 5}, "stop: should be a text or a list of texts, got 5"), ({"user": 5}, "user: should be a text, got 5"),
+    ({"n": [1] * 99}, "n: Input should be a valid integer, got a list of 99"),
+    ({"n": {"a": {}}}, "n: Input should be a valid integer, got an object"),
+    ({"logit_bias": {"x": 1}}, 'logit_bias: the key "x" is wrong: Input should be a valid integer, unable to parse '
+                               "string as an integer"),
+])
+def test_a_refusal_speaks_json_and_shows_no_more_than_the_field(server, fields, message):
+    error = assert_error(server.complete(**fields), 400)
+    assert error["message"] == message
+    assert error["param"] == message.partition(":")[0]
+
+
+def test_a_missing_field_is_named_without_the_rest_of_the_body(server):
+    error = assert_error(server.post("/v1/completions", {"user": "a secret"}), 400)
+    assert (error["message"], error["param"]) == ("prompt: is missing", "prompt")
+
+
+def test_a_number_of_thousands_of_digits_is_refused_in_json_s_words(server):
+    raw = b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"
+    answer = server.client.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert assert_error(answer, 400)["message"] == "The body holds a number with too many digits."
+
+
+def test_an_unknown_role_is_refused_with_the_list_of_roles(server):
+    error = assert_error(server.post("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}), 400)
+    assert error["param"] == "messages.0.role"
+    assert "'system', 'developer', 'user', 'assistant' or 'tool'" in error["message"]
+    assert assert_error(server.chat(5), 400)["param"] == "messages.0.content"
+
+
+def test_paths_are_exact_and_head_is_get_without_a_body(server):
+    assert_error(server.client.post("/v1/completions/", json={"prompt": "x"}), 404)
+    for path in ("/health", "/ready", "/v1/models"):
+        answer = server.client.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert server.client.head("/v1/completions").status_code == 405
+    assert server.client.head("/nothing").status_code == 404
+
+
 # Prompts that are far too long
 
 
@@ -225,5 +272,5 @@ def test_a_prompt_far_too_long_is_refused_at_once_and_holds_up_nobody(server, en
     assert error["code"] == "context_length_exceeded"
     assert "at least" in error["message"]
     assert answers[0].elapsed.total_seconds() < 1
-    assert max(waits) < 0.5
+    assert max(waits, default=0.0) < 0.5
     assert engine.requests == []
