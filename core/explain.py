@@ -49,10 +49,10 @@ def problems_of(error: ConfigError) -> list[Problem]:
     return error.problems if isinstance(error, ConfigProblems) else [Problem(error.path, error.message)]
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like ``name``; hyphens and case do not count. None where nothing is near."""
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.7) -> str | None:
+    """The candidate most like ``name``; hyphens and case do not count. None where none is as like as ``cutoff``, of 1."""
     plain = {candidate.lower().replace("-", "_"): candidate for candidate in candidates}
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=0.7)
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)
     return plain[found[0]] if found else None
 
 
@@ -88,7 +88,7 @@ def unknown_key(key: str, section: str, valid: Iterable[str], known: Mapping[str
     elif near := nearest(key, valid):
         meant = join(section, near)
     else:
-        meant = known.get(nearest(key, known) or "", "")
+        meant = known.get(nearest(key, known, cutoff=0.85) or "", "")  # in another section: hardly a typo, if unlike
     hint = f" Did you mean '{meant}'?" if meant else ""
     return f"unknown key.{hint} Valid here: {', '.join(valid)}."
 

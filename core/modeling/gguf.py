@@ -50,7 +50,7 @@ class GGUFFile:
         try:
             self._read_header()
         except (_Damaged, struct.error, ValueError, TypeError, OverflowError) as error:
-            what = error if isinstance(error, _Damaged) else "a value ends behind the end of the file, or is none"
+            what = error if isinstance(error, _Damaged) else "a value runs past the end of the file, or cannot be right"
             raise ModelLoadError(
                 f"the header of {path} is damaged or cut off: {what} (the file has {self.size} bytes); download it again"
             ) from error

@@ -54,7 +54,7 @@ def require_room(num_pages: int, page_size: int, page_bytes: int, num_bytes: int
     if available >= needed:
         return
     if constraints.num_pages is not None:
-        key, given, enough = "kvcache.num_blocks", f"{available} were given", f"{needed}"
+        key, given, enough = "kvcache.num_blocks", f"kvcache.num_blocks is {available}", f"{needed}"
     else:
         enough_bytes = needed * page_bytes
         key, given = "kvcache.memory", f"{num_bytes} bytes hold {available}"

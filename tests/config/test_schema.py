@@ -80,6 +80,16 @@ def test_a_key_beside_a_component_without_options_is_told_which_keys_are_valid()
         check_config(load_config({"model": "m", "attention": {"use": "torch", "xyz": 1}}, environ={}).config, Registry())
 
 
+def test_a_key_of_another_section_is_hinted_at_only_where_it_is_nearly_the_same():
+    def told(section):
+        with pytest.raises(ConfigError) as caught:
+            check_config(load_config({"model": "m", "kvcache": {"use": "paged", **section}}, environ={}).config, Registry())
+        return str(caught.value)
+
+    assert told({"eviction": "lru"}) == "kvcache.eviction: unknown key. Valid here: block_size, memory, num_blocks."
+    assert "Did you mean 'scheduler.max_running'?" in told({"max_runing": 4})
+
+
 def test_api_keys_say_both_of_their_forms_where_they_have_neither():
     for given in ("sk-one,sk-two", 7, None):
         message = refusal(server={"api_keys": given})

@@ -68,6 +68,11 @@ def test_a_config_that_names_it_is_accepted(python, tmp_path):
     checked = run(python, "-m", "hotswap", "config", "check", config)
     assert checked.returncode == 0, checked.stderr
     assert "hotswap-shortest-first" in checked.stdout
+    quickstart = ROOT / "examples/quickstart.yaml"
+    exchanged = run(python, "-m", "hotswap", "config", "check", quickstart, "--set", "scheduler.use=strict")
+    assert exchanged.returncode == 0, exchanged.stderr
+    assert "scheduler:strict" in exchanged.stdout
+    assert "queue_policy:fcfs" in exchanged.stdout, "the order that the file asks for"
     wrong = run(python, "-m", "hotswap", "config", "check", config, "--set", "scheduler.policy.tokens_per_secnd=1")
     assert wrong.returncode == 2
     assert "Did you mean 'scheduler.policy.tokens_per_second'?" in wrong.stderr
