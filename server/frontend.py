@@ -4,6 +4,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -56,11 +57,7 @@ class Frontend:
 
     def sampling(self, given: Mapping[str, Any]) -> SamplingParams:
         """The model's defaults under what was ``given``; None means the default. RequestError names the field."""
-        values = {**self.served.sampling_defaults, **{key: value for key, value in given.items() if value is not None}}
-        try:
-            return SamplingParams.model_validate(values)
-        except ValidationError as error:
-            raise first_problem(error) from error
+        return sampling_of(given, self.served.sampling_defaults)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt: control tokens in it count, and BOS stands before it where the model is used to it.
@@ -141,6 +138,14 @@ class Frontend:
         encode = self.served.tokenizer.encode_without_special_parsing
         spelled = [tuple(encode(prefix + word)) for word in words for prefix in ("", " ")]
         return tuple(dict.fromkeys(spelled))
+
+
+def sampling_of(given: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+    """``given`` over ``defaults``; None means the default. RequestError names the field."""
+    try:
+        return SamplingParams.model_validate({**defaults, **{k: v for k, v in given.items() if v is not None}})
+    except ValidationError as error:
+        raise first_problem(error) from error
 
 
 def derived_seed(seed: int | str, choice: int) -> int:

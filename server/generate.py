@@ -1,7 +1,9 @@
 """``hotswap generate``: a file of prompts in, a file of completions out, in the same order.
 
 A line of the input is a JSON object with ``prompt`` (text or token ids) or ``messages``, sampling fields beside it, and
-an optional ``id``, which is passed through. All lines are checked before any work starts.
+an optional ``id``, which is passed through; without one it is the line's number, from 1. All fields of all lines are
+checked before the model is loaded; what needs the model (lengths, token ids, the chat template) before anything is
+generated.
 """
 
 import json
@@ -12,15 +14,16 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from hotswap.core.config import ResolvedConfig
-from hotswap.core.engine.build import build_engine
 from hotswap.core.errors import ConfigError, RequestError
 from hotswap.core.request import FinishReason, Request
-from hotswap.server.frontend import Frontend, Prompt
+from hotswap.server.frontend import Frontend, Prompt, sampling_of
 from hotswap.server.http.logprobs import by_token
 from hotswap.server.offline import run_all
+from hotswap.server.problems import shown
+from hotswap.server.protocol.chat import plain_messages
 from hotswap.server.protocol.common import SAMPLING_FIELDS
 from hotswap.server.results import Choice
-from hotswap.server.served import Served, served_by
+from hotswap.server.served import Served, loaded, served_by
 from hotswap.server.text.tokens import TokenTexts
 
 _OWN_FIELDS = frozenset({"id", "prompt", "messages"})
@@ -39,14 +42,11 @@ def generate_file(resolved: ResolvedConfig, source: Path, target: Path, *, progr
     lines = read_lines(source)
     if target.resolve() == source.resolve():
         raise ConfigError(f"{target} is the input; choose another file for the output", "--output")
-    built = build_engine(resolved, progress=progress)
-    try:
+    with loaded(resolved, progress=progress) as built:
         served = served_by(built)
         jobs = prepare(Frontend(served), lines, source)
         with _opened(target) as out:
             return run(served, jobs, out, progress=progress)
-    finally:
-        built.engine.stop()
 
 
 def read_lines(source: Path) -> list[Line]:
@@ -60,23 +60,48 @@ def read_lines(source: Path) -> list[Line]:
         if not raw.strip():
             continue
         try:
-            fields = json.loads(raw)
-            lines.append(Line(number, fields.get("id", number), _checked(fields)))
-        except (ValueError, AttributeError, RecursionError) as error:
-            reason = str(error) if isinstance(error, ValueError) else "expected a JSON object"
-            problems.append(f"line {number}: {reason}")
+            fields = _object(raw)
+            _check(fields)
+            lines.append(Line(number, fields.get("id", number), fields))
+        except RequestError as error:
+            problems.append(f"line {number}: {error}")
     _raise_all(source, problems)
     if not lines:
         raise ConfigError(f"{source} has no lines", "--input")
     return lines
 
 
-def _checked(fields: dict[str, Any]) -> dict[str, Any]:
-    if unknown := fields.keys() - _OWN_FIELDS - SAMPLING_FIELDS:
-        raise ValueError(f"unknown field {min(unknown)!r}; expected prompt or messages, id, and sampling fields")
-    if ("prompt" in fields) == ("messages" in fields):
-        raise ValueError("expected either 'prompt' or 'messages'")
+def _object(raw: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError("holds a number with too many digits, or is nested too deeply") from error
+    if not isinstance(fields, dict):
+        raise RequestError("expected a JSON object")
     return fields
+
+
+def _check(fields: dict[str, Any]) -> None:
+    """RequestError for what is wrong whatever the model."""
+    if unknown := fields.keys() - _OWN_FIELDS - SAMPLING_FIELDS:
+        raise RequestError(f"unknown field {min(unknown)!r}; expected prompt or messages, id, and sampling fields")
+    if ("prompt" in fields) == ("messages" in fields):
+        raise RequestError("expected either 'prompt' or 'messages'")
+    sampling_of(_sampling(fields))
+    match fields:
+        case {"prompt": prompt}:
+            if not isinstance(prompt, str) and not (isinstance(prompt, list) and set(map(type, prompt)) == {int}):
+                raise RequestError(f"prompt: expected a text or a list of token ids, got {shown(prompt)}")
+        case {"messages": [*messages]}:
+            plain_messages(messages)
+        case _:
+            raise RequestError(f"messages: expected a list of objects, got {shown(fields['messages'])}")
+
+
+def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name in SAMPLING_FIELDS}
 
 
 class Job(NamedTuple):
@@ -91,7 +116,7 @@ def prepare(frontend: Frontend, lines: list[Line], source: Path) -> list[Job]:
     for line in lines:
         try:
             prompt = _prompt(frontend, line.fields)
-            sampling = frontend.sampling({k: v for k, v in line.fields.items() if k in SAMPLING_FIELDS})
+            sampling = frontend.sampling(_sampling(line.fields))
             jobs.append(Job(line, prompt, frontend.requests(f"line{line.number}", [prompt], sampling)))
         except RequestError as error:
             problems.append(f"line {line.number}: {error}")
@@ -100,18 +125,10 @@ def prepare(frontend: Frontend, lines: list[Line], source: Path) -> list[Job]:
 
 
 def _prompt(frontend: Frontend, fields: dict[str, Any]) -> Prompt:
-    match fields:
-        case {"prompt": str(text)}:
-            return Prompt(frontend.encode(text), text)
-        case {"prompt": [*ids]} if all(type(id) is int for id in ids):
-            return Prompt(ids)
-        case {"messages": [*messages]} if messages and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in messages
-        ):
-            return Prompt(frontend.encode_chat(messages))
-    raise RequestError(
-        "expected prompt as a text or a list of token ids, or messages as a list of {role, content}", "prompt")
+    if "messages" in fields:
+        return Prompt(frontend.encode_chat(plain_messages(fields["messages"])))
+    prompt = fields["prompt"]
+    return Prompt(frontend.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(prompt)
 
 
 def _raise_all(source: Path, problems: list[str]) -> None:

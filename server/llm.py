@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import reprlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from hotswap.core.errors import HotswapError
 from hotswap.core.request import FinishReason, RequestOutput, SamplingParams
 from hotswap.server.frontend import Frontend, Prompt
 from hotswap.server.offline import run_all
+from hotswap.server.protocol.chat import plain_messages
 from hotswap.server.results import Choice, RequestResult, result_of
 from hotswap.server.served import Served, served_by
 from hotswap.server.text.tokens import TokenTexts
@@ -32,14 +34,19 @@ class LLM:
     """A model on this machine.
 
     ``source``: a config file, a mapping of config keys, or just a model (catalogue name, hub id, directory, .gguf
-    file). ``overrides`` go on top, dots written as double underscores: ``LLM(path, scheduler__use="static")``.
+    file). ``overrides`` go on top, dots written as double underscores: ``LLM(path, scheduler__use="static")``. A model
+    may be given as ``model=``, alone or on top of a config.
 
     Use it as a context manager, or call :meth:`close`. Calls from several threads share the engine's batches.
     """
 
     _calls = itertools.count()  # of all instances, which may share an engine: request ids must differ
 
-    def __init__(self, source: str | Path | Mapping[str, Any], **overrides: Any) -> None:
+    def __init__(self, source: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> None:
+        if source is None:
+            source = overrides.pop("model", None)
+        if not isinstance(source, (str, Path, Mapping)):
+            raise TypeError(f"LLM takes a config file, a mapping of config keys, or a model's name or path; {_got(source)}")
         flags = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in overrides.items()]
         if not isinstance(source, Mapping) and Path(source).suffix not in _CONFIG_FILES:
             source = {"model": str(source)}
@@ -103,21 +110,36 @@ class LLM:
         self.close()
 
     def _prompts(self, prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-        several: Any = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
+        one = isinstance(prompts, str) or (bool(prompts) and _is_ids(prompts))
+        several: Any = [prompts] if one else prompts
+        if not isinstance(several, Sequence) or isinstance(several, bytes):
+            raise TypeError(f"prompts: expected a text, token ids, or a list of either; {_got(prompts)}")
+        for index, prompt in enumerate(several):
+            if not isinstance(prompt, str) and not _is_ids(prompt):
+                raise TypeError(f"prompts[{index}]: expected a text or a list of token ids; {_got(prompt)}")
         return [
             Prompt(self._frontend.encode(prompt), prompt) if isinstance(prompt, str) else Prompt(list(prompt))
             for prompt in several
         ]
 
     def _conversations(self, messages: Conversation | Sequence[Conversation], continue_last: bool) -> list[Prompt]:
-        several: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        several: Any = [messages] if messages and _all(messages, Mapping) else messages
+        if isinstance(several, str) or not isinstance(several, Sequence) or not all(_all(c, Mapping) for c in several):
+            raise TypeError(
+                f"messages: expected a conversation, such as [{{'role': 'user', 'content': 'Hi'}}], or a list of them; "
+                f"{_got(messages)}; a plain text is for generate()")
         return [
             Prompt(self._frontend.encode_chat(
-                conversation, add_generation_prompt=not continue_last, continue_final_message=continue_last))
+                plain_messages(conversation), add_generation_prompt=not continue_last,
+                continue_final_message=continue_last))
             for conversation in several
         ]
 
     def _batch(self, prompts: list[Prompt], params: SamplingParams | None, fields: dict[str, Any]) -> "_Batch":
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(
+                f"sampling_params: expected one SamplingParams, for all prompts; {_got(params)}; single fields are given as "
+                "keywords, as in temperature=0")
         if params is not None and fields:
             raise TypeError(f"give sampling_params or single fields ({', '.join(fields)}), not both")
         sampling = self._frontend.sampling(fields) if params is None else params
@@ -131,6 +153,18 @@ class LLM:
     def _follow(self, batch: "_Batch") -> Iterator[RequestResult]:
         for output in run_all(self.served.engine, batch.requests):
             yield batch.result(batch.add(output))
+
+
+def _all(values: Any, kind: type) -> bool:
+    return isinstance(values, Sequence) and all(isinstance(value, kind) for value in values)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return _all(prompt, int) and not isinstance(prompt, (str, bytes))
+
+
+def _got(value: Any) -> str:
+    return "got nothing" if value is None else f"got {type(value).__name__} {reprlib.repr(value)}"
 
 
 class _Batch:

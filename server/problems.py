@@ -14,10 +14,10 @@ _KEY = "[key]"
 """Ends pydantic's location of a key that is wrong; the key itself stands before it."""
 
 
-def first_problem(error: ValidationError) -> RequestError:
-    """What is wrong with a request, in one sentence that names the field."""
+def first_problem(error: ValidationError, where: str = "") -> RequestError:
+    """What is wrong with a request, in one sentence that names the field. ``where``: what holds the field."""
     problem = error.errors(include_url=False, include_context=False)[0]
-    location = problem["loc"]
+    location = (*([where] if where else []), *problem["loc"])
     if location[-1:] == (_KEY,):
         field = ".".join(map(str, location[:-2]))
         return RequestError(f"{field}: the key {shown(problem['input'])} is wrong: {problem['msg']}", field)

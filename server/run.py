@@ -14,11 +14,10 @@ import uvicorn
 
 from hotswap.core.config import ResolvedConfig
 from hotswap.core.config.schema import ServerSection
-from hotswap.core.engine.build import build_engine
 from hotswap.core.errors import ConfigError
 from hotswap.server.app import create_app
 from hotswap.server.http.api import Api
-from hotswap.server.served import Served, served_by
+from hotswap.server.served import Served, loaded, served_by
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +34,10 @@ KEEP_ALIVE_S = 60
 def serve(resolved: ResolvedConfig, *, progress: bool = True) -> None:
     """Serve until SIGTERM or SIGINT. ConfigError before that for whatever cannot work, the port first of all."""
     settings = resolved.config.server
-    with bind(settings.host, settings.port) as listener:
-        built = build_engine(resolved, progress=progress)
-        try:
-            for warning in built.warnings:
-                logger.warning("%s", warning)
-            for note in built.notes:
-                logger.info("%s", note)
-            gc.collect()
-            gc.freeze()  # what is loaded now lives as long as the process: the collector need not look at it again
-            serve_on(listener, served_by(built), settings)
-        finally:
-            built.engine.stop()
+    with bind(settings.host, settings.port) as listener, loaded(resolved, progress=progress) as built:
+        gc.collect()
+        gc.freeze()  # what is loaded now lives as long as the process: the collector need not look at it again
+        serve_on(listener, served_by(built), settings)
 
 
 def bind(host: str, port: int) -> socket.socket:

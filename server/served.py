@@ -1,10 +1,13 @@
 """An engine, and what its front (HTTP, Python, batch files) must know of the model behind it."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hotswap.core.config import ResolvedConfig
 from hotswap.core.config.describe import public_name
 from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.errors import ConfigError
@@ -16,6 +19,8 @@ from hotswap.core.request import PROCESSED_FIELDS
 
 if TYPE_CHECKING:
     from hotswap.core.engine.build import Built
+
+logger = logging.getLogger(__name__)
 
 _FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
@@ -52,6 +57,25 @@ def defaults_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     if generation_config.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
+
+
+@contextlib.contextmanager
+def loaded(resolved: ResolvedConfig, *, progress: bool = True) -> Iterator["Built"]:
+    """A running engine, stopped at the end. Logs how long loading took, and what there is to know about the config."""
+    from hotswap.core.engine.build import build_engine
+
+    clock = SystemClock()
+    begin = clock.now()
+    built = build_engine(resolved, progress=progress)
+    logger.info("loaded %s in %.1f s", resolved.config.model.source, clock.now() - begin)
+    try:
+        for warning in built.warnings:
+            logger.warning("%s", warning)
+        for note in built.notes:
+            logger.info("%s", note)
+        yield built
+    finally:
+        built.engine.stop()
 
 
 def served_by(built: "Built") -> Served:

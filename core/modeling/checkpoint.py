@@ -87,7 +87,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """``model``: a directory with config.json, a .gguf file, a catalogue name, or a hub id ("owner/name").
 
-    ``revision`` and ``cache_dir`` concern hub ids. ``progress``: show bars on stderr. Raises ConfigError for a name that
+    ``revision`` and ``cache_dir`` concern hub ids. ``progress``: show bars where stderr is a terminal. Raises ConfigError for a name that
     is none of these, ModelLoadError for damaged files.
     """
     path = catalogue.find(model) if model in catalogue.CATALOGUE else Path(model).expanduser()
@@ -131,7 +131,7 @@ def _download(repo: str, revision: str | None, cache_dir: str | Path | None, pro
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm has no annotations
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": not progress})
+            super().__init__(*args, **{**kwargs, "disable": None if progress else True})
 
     try:
         return Path(snapshot_download(

@@ -114,7 +114,9 @@ class WeightSource(ABC):
             from tqdm import tqdm
 
             total = sum(torch.Size(self.shape(name)).numel() for name in self.names())
-            self._bar = tqdm(total=total, desc="loading weights", unit=" values", unit_scale=True, leave=False)
+            self._bar = tqdm(
+                total=total, desc="loading weights", unit=" values", unit_scale=True, leave=False,
+                disable=None)  # unless stderr is a terminal
         self._bar.update(tensor.numel())
 
     def _close_bar(self) -> None:

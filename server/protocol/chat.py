@@ -1,11 +1,13 @@
 """``/v1/chat/completions``: the request's fields, and the shapes of the answer."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from hotswap.core.errors import RequestError
 from hotswap.core.request import MAX_LOGPROBS
+from hotswap.server.problems import first_problem
 from hotswap.server.protocol.common import Body, GenerationBody
 
 
@@ -50,6 +52,19 @@ class Message(BaseModel):
                 raise RequestError(f"{field}.text should be a text", f"{field}.text")
             texts.append(part["text"])
         return "\n".join(texts)
+
+
+def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages that come from elsewhere than a body, checked alike. RequestError names what is wrong."""
+    if not messages:
+        raise RequestError("messages: should hold at least one message", "messages")
+    plain = []
+    for index, message in enumerate(messages):
+        try:
+            plain.append(Message.model_validate(message).plain(index))
+        except ValidationError as error:
+            raise first_problem(error, f"messages.{index}") from error
+    return plain
 
 
 class ChatPrompt(Body):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import weakref
 
 import pytest
@@ -176,12 +177,13 @@ def test_leaving_the_source_untaken_is_an_error(make_checkpoint):
         pass
 
 
-def test_the_bar_goes_to_stderr_and_can_be_turned_off(make_checkpoint, capsys):
+def test_the_bar_goes_to_a_terminal_on_stderr_only_and_can_be_turned_off(make_checkpoint, capsys, monkeypatch):
     _, directory = make_checkpoint()
-    for progress in (True, False):
+    for progress, terminal in ((True, True), (True, False), (False, True)):
         capsys.readouterr()
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         with open_checkpoint(str(directory), progress=progress).weights() as weights:
             for name in weights.names():
                 weights.take(name, weights.shape(name))
         out, err = capsys.readouterr()
-        assert out == "" and ("loading weights" in err) == progress
+        assert out == "" and ("loading weights" in err) == (progress and terminal)

@@ -66,11 +66,23 @@ def test_bad_lines_are_named_before_any_work_starts(served, tmp_path, engine):
         assert words in str(caught.value)
     assert "line 1:" not in str(caught.value)
     with pytest.raises(ConfigError) as caught:
-        answers(served, tmp_path, {"prompt": "ok"}, {"prompt": "x", "temperature": -1}, {"prompt": ["a"]},
-                {"prompt": [999]}, {"prompt": ""}, {"messages": [{"role": "user"}]})
-    for number in range(2, 7):
+        answers(served, tmp_path, {"prompt": "ok"}, {"prompt": [999]}, {"prompt": ""}, {"prompt": "x" * 10000})
+    for number in range(2, 5):
         assert f"line {number}: " in str(caught.value)
     assert engine.requests == []
+
+
+def test_every_field_of_every_line_is_checked_before_the_model_is_loaded(tmp_path):
+    source = tmp_path / "in.jsonl"
+    lines = [{"prompt": "ok"}, {"prompt": "x", "temperature": -1}, {"prompt": [True]}, {"messages": [{"role": "wizard"}]},
+             {"messages": 5}, {"prompt": "x", "stop": 5}, {"prompt": "x", "temprature": 1}]
+    source.write_text("\n".join(map(json.dumps, lines)) + '\n{"prompt": "x", "seed": ' + "9" * 5000 + "}")
+    with pytest.raises(ConfigError) as caught:
+        generate.read_lines(source)
+    for words in ("line 2: temperature: ", "line 3: prompt: ", "line 4: messages.0.role: ", "line 5: messages: ",
+                  "line 6: stop: ", "line 7: unknown field", "line 8: holds a number with too many digits"):
+        assert words in str(caught.value)
+    assert "set_int_max" not in str(caught.value)
 
 
 def test_files_that_cannot_be_used_are_config_errors(tmp_path):

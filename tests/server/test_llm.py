@@ -2,6 +2,7 @@
 
 import pytest
 
+import hotswap
 from hotswap import LLM, SamplingParams
 from hotswap.core.errors import RequestError
 from hotswap.server.llm import GenerationError
@@ -82,6 +83,54 @@ def test_what_cannot_be_served_is_refused_before_any_work(llm, engine):
     with pytest.raises(TypeError, match="not both"):
         llm.generate("x", SamplingParams(), max_tokens=1)
     assert engine.requests == []
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda llm: llm.generate(5), "prompts: expected a text, token ids, or a list of either; got int 5"),
+    (lambda llm: llm.generate(["a", 5]), r"prompts\[1\]: expected a text or a list of token ids; got int 5"),
+    (lambda llm: llm.generate([[1, "a"]]), r"prompts\[0\]: "), (lambda llm: llm.generate(b"x"), "got bytes"),
+    (lambda llm: llm.generate("x", {"temperature": 0}), "sampling_params: expected one SamplingParams.*got dict"),
+    (lambda llm: llm.generate(["x"], [SamplingParams()]), "for all prompts; got list"),
+    (lambda llm: llm.chat("Hi"), "messages: expected a conversation.*got str 'Hi'; a plain text is for generate"),
+    (lambda llm: llm.chat(["Hi"]), "messages: expected"), (lambda llm: llm.chat(5), "messages: expected"),
+    (lambda llm: LLM(5), "LLM takes a config file.*got int 5"), (lambda llm: LLM(), "got nothing"),
+])
+def test_what_is_no_prompt_is_a_type_error_that_says_what_is(llm, engine, call, message):
+    with pytest.raises(TypeError, match=message):
+        call(llm)
+    assert engine.requests == []
+
+
+def test_messages_are_checked_as_over_http(llm):
+    with pytest.raises(RequestError, match=r"messages\.0\.role: .*'system'"):
+        llm.chat([{"role": "wizard", "content": "x"}])
+    with pytest.raises(RequestError, match="content is missing"):
+        llm.chat([{"role": "user"}])
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert llm.chat(parts, max_tokens=1)[0].finished
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate([[]])
+
+
+@pytest.mark.parametrize(("args", "fields", "source", "flags"), [
+    ((), {"model": "tiny"}, {"model": "tiny"}, []), (("tiny",), {"dtype": "float32"}, {"model": "tiny"}, ['dtype="float32"']),
+    (({"model": "a"},), {"model": "b"}, {"model": "a"}, ['model="b"']), (("c.yaml",), {}, "c.yaml", []),
+])
+def test_a_model_may_be_given_by_the_keyword(monkeypatch, args, fields, source, flags):
+    class Loading(Exception):
+        """Far enough."""
+
+    def load_config(*given):
+        assert given == (source, flags)
+        raise Loading
+
+    monkeypatch.setattr("hotswap.server.llm.load_config", load_config)
+    with pytest.raises(Loading):
+        LLM(*args, **fields)
+
+
+def test_the_package_lists_what_it_offers():
+    assert {"LLM", "SamplingParams", "__version__"} <= set(dir(hotswap))
 
 
 def test_a_failure_raises_and_aborts_the_rest(llm, engine):

@@ -10,7 +10,7 @@ from hotswap.core.config import load_config
 from hotswap.core.errors import ConfigError
 from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.server.frontend import Frontend, derived_seed
-from hotswap.server.served import Served, defaults_of, served_by
+from hotswap.server.served import Served, defaults_of, loaded, served_by
 
 
 def built(tokenizer: Tokenizer, stated: dict[str, object], **server: object) -> SimpleNamespace:
@@ -21,6 +21,18 @@ def built(tokenizer: Tokenizer, stated: dict[str, object], **server: object) -> 
         resolved=load_config({"model": "owner/name", "dtype": "float32", "seed": 5, "server": server}, environ={}),
         engine=None, checkpoint=checkpoint, facts=SimpleNamespace(vocab_size=260), max_model_len=64, request_options={},
         components=SimpleNamespace(listing=list, observers=SimpleNamespace(notify=lambda *a, **k: None)), notes=["a note"], warnings=[], honoured=frozenset())
+
+
+def test_loading_is_logged_with_its_time_and_what_was_built_is_stopped(engine, monkeypatch, caplog):
+    found, stopped = built(engine.tokenizer, {}), []
+    found.engine, found.warnings = SimpleNamespace(stop=lambda: stopped.append(True)), ["a warning"]
+    monkeypatch.setattr("hotswap.core.engine.build.build_engine", lambda resolved, progress: found)
+    with caplog.at_level("INFO"), loaded(found.resolved, progress=False):
+        assert not stopped
+    assert stopped
+    first, *others = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"loaded owner/name in \d+\.\d s", first)
+    assert others == ["a warning", "a note"]
 
 
 def test_the_models_sampling_defaults_hold_unless_switched_off(engine):
