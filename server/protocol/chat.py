@@ -11,6 +11,10 @@ from hotswap.server.problems import first_problem
 from hotswap.server.protocol.common import Body, GenerationBody
 
 
+MAX_MESSAGES = 16384
+"""Each costs time before its tokens can be counted."""
+
+
 class Message(BaseModel):
     """Other fields are the template's business."""
 
@@ -70,7 +74,7 @@ def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 class ChatPrompt(Body):
     """What makes a prompt of messages; shared with ``/tokenize``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     add_generation_prompt: bool | None = None
     """Open the assistant's turn. By default so, unless ``continue_final_message``."""
     continue_final_message: bool = False

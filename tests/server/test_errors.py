@@ -242,6 +242,12 @@ def test_an_unknown_role_is_refused_with_the_list_of_roles(server):
     assert assert_error(server.chat(5), 400)["param"] == "messages.0.content"
 
 
+def test_more_messages_than_any_conversation_has_are_refused_at_once(server):
+    answer = server.chat(*["x"] * 200_000)
+    assert assert_error(answer, 400)["param"] == "messages"
+    assert answer.elapsed.total_seconds() < 1
+
+
 def test_paths_are_exact_and_head_is_get_without_a_body(server):
     assert_error(server.client.post("/v1/completions/", json={"prompt": "x"}), 404)
     for path in ("/health", "/ready", "/v1/models"):
