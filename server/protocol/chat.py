@@ -10,7 +10,6 @@ from hotswap.core.request import MAX_LOGPROBS
 from hotswap.server.problems import first_problem
 from hotswap.server.protocol.common import Body, GenerationBody
 
-
 MAX_MESSAGES = 16384
 """Each costs time before its tokens can be counted."""
 
