@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,7 +133,7 @@ def steady(running: int, waiting: int = 0, num_pages: int = 100_000, kv: str = "
         bench.add(bench.prompt(512 + i % PAGE_SIZE), 4096)
     while any(state.output_length == 0 for state in bench.loop.pool.states.values()):
         bench.step()
-    bench.loop.limits.max_running = running
+    bench.loop.limits = replace(bench.loop.limits, max_running=running)
     for _ in range(waiting):
         bench.add(bench.prompt(128), 64)
     for _ in range(48):
