@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ class Server:
             raise SystemExit("the server did not start")
         threading.Thread(target=self.process.stdout.read, daemon=True).start()
         SERVERS.append(self.process.pid)
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models") as answer:
+            self.model = json.load(answer)["data"][0]["id"]
 
     def run(self, items: Sequence[Item]) -> dict[str, float]:
         return asyncio.run(self._drive(items))
@@ -154,7 +157,7 @@ class Server:
 
     async def _request(self, item: Item) -> tuple[float, list[float], int]:
         body = json.dumps({
-            "model": "default", "prompt": item.prompt, "max_tokens": item.max_tokens, "temperature": 0, "stream": True,
+            "model": self.model, "prompt": item.prompt, "max_tokens": item.max_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "ignore_eos": True,
         }).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 22)

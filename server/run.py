@@ -68,6 +68,7 @@ def serve_on(listener: socket.socket, served: Served, settings: ServerSection) -
         app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S, server_header=False)
     host, port = listener.getsockname()[:2]
+    listener.listen(config.backlog)  # who reads the next line can connect
     logger.info("serving %s on http://%s:%d", served.name, f"[{host}]" if ":" in host else host, port)
     _Server(config, app.state.api).run(sockets=[listener])
     if served.engine.failure is not None:

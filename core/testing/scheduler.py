@@ -14,32 +14,20 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from hotswap.core.interfaces.scheduler import PlanContext, Scheduler, StepOutcome, StepPlan
+from hotswap.core.interfaces.scheduler import PlanContext, Scheduler, StepPlan
 from hotswap.core.testing.rig import Rig, assert_clean, expected, make_rig, random_prompt
 from hotswap.core.testing.scheduler_machine import SchedulerMachine
+from hotswap.core.testing.wrapping import Wrapped
 
 
-class _Watched(Scheduler):
-    """Passes everything on, and remembers the first exception and the plans."""
+class _Watched(Wrapped):
+    """Remembers the first exception and the plans."""
 
     def __init__(self, inner: Scheduler) -> None:
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner)
         self.error: Exception | None = None
         self.idle_plans = 0
         """Plans in a row that did nothing although requests waited, nothing ran and nothing was in flight."""
-
-    def admit(self, view: Any) -> None:
-        self.inner.admit(view)
-
-    def drop(self, request_id: str) -> None:
-        self.inner.drop(request_id)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        self.inner.observe(outcome)
-
-    def next_wakeup(self) -> float | None:
-        return self.inner.next_wakeup()
 
     def plan(self, ctx: PlanContext) -> StepPlan:
         could_start = ctx.waiting > 0 and not ctx.running and ctx.nothing_in_flight

@@ -5,14 +5,14 @@ a rule, and nothing is left behind. The device runs late and checks every read; 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotswap.core.interfaces.scheduler import PlanContext, Scheduler, StepOutcome, StepPlan
+from hotswap.core.interfaces.scheduler import PlanContext, Scheduler, StepPlan
 from hotswap.core.request import Request
 from hotswap.core.testing.rig import Rig, assert_clean, expected, make_rig
+from hotswap.core.testing.wrapping import Wrapped
 
 MAX_LEN = 48
 PAGE_SIZES = (1, 2, 4, 8)
@@ -22,21 +22,10 @@ class PlannedFailure(Exception):
     """Raised after a whole plan was made, so that all of it must be undone."""
 
 
-class Fallible(Scheduler):
-    """Passes everything on. ``failing``: the next plan is made, and then lost to an exception."""
+class Fallible(Wrapped):
+    """``failing``: the next plan is made, and then lost to an exception."""
 
-    def __init__(self, inner: Scheduler) -> None:
-        super().__init__()
-        self.inner, self.failing = inner, False
-
-    def admit(self, view: Any) -> None:
-        self.inner.admit(view)
-
-    def drop(self, request_id: str) -> None:
-        self.inner.drop(request_id)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        self.inner.observe(outcome)
+    failing = False
 
     def plan(self, ctx: PlanContext) -> StepPlan:
         plan = self.inner.plan(ctx)

@@ -8,6 +8,7 @@ import pytest
 
 from hotswap.core.interfaces.scheduler import Answer, PlanContext, Scheduler, StepPlan, SuspendMode
 from hotswap.core.testing.rig import Rig, assert_clean, build, expected, make_rig, random_prompt
+from hotswap.core.testing.wrapping import Wrapped
 
 TRIALS = 40
 SEEN: Counter[str] = Counter()
@@ -17,22 +18,13 @@ class PlantedError(RuntimeError):
     pass
 
 
-class Unreliable(Scheduler):
+class Unreliable(Wrapped):
     """Raises somewhere inside another scheduler's plan now and then, so that half-made plans must be undone."""
 
     def __init__(self, inner: Scheduler, rng: random.Random) -> None:
-        super().__init__()
-        self.inner, self.rng = inner, rng
+        super().__init__(inner)
+        self.rng = rng
         self.in_a_row = 0
-
-    def admit(self, view: Any) -> None:
-        self.inner.admit(view)
-
-    def drop(self, request_id: str) -> None:
-        self.inner.drop(request_id)
-
-    def observe(self, outcome: Any) -> None:
-        self.inner.observe(outcome)
 
     def plan(self, ctx: PlanContext) -> StepPlan:
         fuse = None if self.in_a_row else self.rng.choice([None] * 6 + [1, 2, 3, 5])
