@@ -30,15 +30,18 @@ class Bridge:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:  # the event loop has been closed: nobody listens any more
-                self._arrived.clear()
+                self._take()
 
         return post
 
     def _deliver(self) -> None:
+        for receiver, output in self._take():
+            receiver(output)
+
+    def _take(self) -> deque[tuple[Receiver, RequestOutput]]:
         with self._lock:
             arrived, self._arrived, self._scheduled = self._arrived, deque(), False
-        for receiver, output in arrived:
-            receiver(output)
+        return arrived
 
 
 class Call:

@@ -61,8 +61,10 @@ class QueueScheduler(Scheduler):
 
     def admit(self, view: RequestView) -> None:
         self.policy.admit(view)
-        self._keys[view.id] = self.policy.key(view, self._now)
-        self.waiting.push(view, self._now)
+        key = None
+        if not self.policy.dynamic:
+            key = self._keys[view.id] = self.policy.key(view, self._now)
+        self.waiting.push(view, key)
 
     def drop(self, request_id: str) -> None:
         self.policy.drop(request_id)

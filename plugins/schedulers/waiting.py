@@ -7,9 +7,12 @@ from hotswap.core.interfaces.scheduler import QueuePolicy, RequestView
 
 Key = tuple[Any, ...]
 
+SLACK = 64
+"""Entries of the heap that may be of requests that left, beside as many as there are requests that wait."""
+
 
 class WaitingLine:
-    """Holds the views of waiting requests. Ids that were dropped leave the heap when they come up."""
+    """Holds the views of waiting requests. Those that leave stay in the heap until they come up, or are too many."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
@@ -19,13 +22,17 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._views)
 
-    def push(self, view: RequestView, now: float) -> None:
+    def push(self, view: RequestView, key: Key | None) -> None:
+        """``key``: the policy's, None where it changes with time."""
         self._views[view.id] = view
-        if not self.policy.dynamic:
-            heapq.heappush(self._heap, (self.policy.key(view, now), view.id))
+        if key is not None:
+            heapq.heappush(self._heap, (key, view.id))
 
     def remove(self, request_id: str) -> None:
         self._views.pop(request_id, None)
+        if len(self._heap) > 2 * len(self._views) + SLACK:
+            self._heap = [entry for entry in self._heap if entry[1] in self._views]
+            heapq.heapify(self._heap)
 
     def head(self, now: float) -> RequestView | None:
         """The next request in order that the policy's gate lets through."""

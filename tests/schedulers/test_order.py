@@ -182,3 +182,17 @@ def test_a_gate_keeps_back_one_request_and_not_those_behind_it(dynamic: bool) ->
     rig.clock.advance(1.0)
     rig.run()
     assert order == ["behind", "kept back"]
+
+
+def test_requests_that_give_up_behind_a_blocked_head_leave_nothing_behind() -> None:
+    chunked = scheduler()
+    rig = make_rig(chunked, max_running=1)
+    rig.add("running", [1], 100)
+    rig.loop.turn()
+    rig.add("head", [2], 5)
+    for i in range(1000):
+        rig.add(f"r{i}", [3], 5)
+        rig.loop.abort(f"r{i}")
+    assert len(chunked.waiting._heap) < 100
+    rig.run()
+    assert rig.client.endings("head") == ["length"]
