@@ -156,8 +156,6 @@ class ServerSection(Section):
     """Whether sampling defaults come from the model's generation_config.json; else OpenAI's defaults hold."""
     strict_fields: bool = False
     """Refuse unknown request fields instead of naming them in a warning header."""
-    metrics_vllm_alias: bool = False
-    """Publish each metric under vLLM's name, too."""
 
     @field_validator("api_keys", mode="before")
     @classmethod

@@ -92,7 +92,7 @@ class Metrics(Observer):
 
     class Options(ComponentOptions):
         vllm_alias: bool = False
-        """Publish everything under ``vllm:`` names too; ``server.metrics_vllm_alias`` does the same."""
+        """Publish everything under ``vllm:`` names too."""
 
     def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, parts)
@@ -116,8 +116,6 @@ class Metrics(Observer):
     def hotswap_engine_started(self, versions: dict[str, str], config: dict[str, Any], time: float) -> None:
         server, model = config.get("server", {}), config.get("model", {})
         self._model = server.get("served_model_name") or public_name(model.get("path") or model.get("name") or "")
-        if server.get("metrics_vllm_alias") and "vllm:" not in self._prefixes:
-            self._prefixes.append("vllm:")
 
     @hookimpl
     def hotswap_request_arrived(self, request: RequestState, time: float) -> None:

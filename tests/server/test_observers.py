@@ -112,10 +112,10 @@ def test_vllms_names_are_an_option():
 
 def test_metrics_are_served(start):
     live = LiveComponents()
-    live.add(build("observer", "metrics"))
+    live.add(build("observer", "metrics", vllm_alias=True))
     live.observers.notify(
         "hotswap_engine_started", versions={}, time=0.0,
-        config={"model": {"name": "toy"}, "server": {"served_model_name": "mine", "metrics_vllm_alias": True}})
+        config={"model": {"name": "toy"}, "server": {"served_model_name": "mine"}})
     server = start(served={"install_routes": lambda app: live.observers.notify("hotswap_server_routes", app=app)})
     answer = httpx.get(f"{server.url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
