@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from hotswap.core.config.units import parse_bytes
-from hotswap.core.interfaces.component import ComponentRef
+from hotswap.core.interfaces.component import ComponentRef, use_by_name
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -37,10 +37,7 @@ class ComponentSection(Section):
 
     use: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
+    _bare_name = model_validator(mode="before")(use_by_name)
 
     @property
     def ref(self) -> ComponentRef:

@@ -28,6 +28,11 @@ class RequestOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+def use_by_name(value: Any) -> Any:
+    """A bare name stands for a table with nothing but ``use``."""
+    return {"use": value} if isinstance(value, str) else value
+
+
 class ComponentRef(BaseModel):
     """A component named in the config: a bare name, or a table with ``use`` and the component's own options.
 
@@ -38,10 +43,7 @@ class ComponentRef(BaseModel):
 
     use: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
+    _bare_name = model_validator(mode="before")(use_by_name)
 
     @property
     def options(self) -> dict[str, Any]:
