@@ -19,7 +19,6 @@ from hotswap.core.engine.loop import EngineLoop, Parts
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentRef, RequestOptions
 from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan
-from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.parallel import RankPlan, WorkerInfo
 from hotswap.core.live import LiveComponents
@@ -43,16 +42,12 @@ class Built:
     components: LiveComponents
     registry: Registry
     cache_plan: CachePlan
+    honoured: frozenset[str]
+    """The sampling fields that the configured logits processors carry out."""
     notes: list[str] = field(default_factory=list)
     """What was chosen where the config leaves a choice, and why."""
     warnings: list[str] = field(default_factory=list)
     """What the operator should look at: deprecated keys, a checkpoint with something missing."""
-
-    @property
-    def honoured(self) -> frozenset[str]:
-        """The sampling fields that the live logits processors carry out."""
-        return frozenset(
-            field for component in self.components if isinstance(component, LogitsProcessor) for field in component.honours)
 
     @property
     def request_options(self) -> dict[str, type[RequestOptions]]:
@@ -81,15 +76,18 @@ def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Cloc
     live = LiveComponents()
     for component in (model, *parts.built.values()):
         live.add(component)
-    info = parts.executor.launch(worker_factory(
-        checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"), settings), plan)
+    processors = parts.listed("logits_processors")
+    info = parts.executor.launch(
+        worker_factory(checkpoint, model, parts.attention, parts.speculator, processors, settings), plan)
     try:
         cache_plan = _allocate(config, parts, info, max_model_len)
         engine = _start(resolved, parts, live, info, max_model_len, plan, clock)
     except BaseException:
         parts.executor.stop()
         raise
-    return Built(engine, resolved, checkpoint, facts, max_model_len, live, registry, cache_plan, notes, warnings)
+    honoured = frozenset(field for processor in processors for field in processor.honours)
+    return Built(
+        engine, resolved, checkpoint, facts, max_model_len, live, registry, cache_plan, honoured, notes, warnings)
 
 
 def _start(
