@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop, Parts
-from hotswap.core.execution.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.kvcache import CacheConstraints, CacheSpec
+from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.parallel import Executor
 from hotswap.core.live import ObserverHub
 from hotswap.core.registry import Registry

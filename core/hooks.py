@@ -13,8 +13,8 @@ from hotswap.core.interfaces.component import Component
 
 if TYPE_CHECKING:
     from hotswap.core.engine.pool import RequestState
-    from hotswap.core.execution.messages import StepMessage, Verdict
     from hotswap.core.interfaces.kvcache import CacheEvent, CacheUsage
+    from hotswap.core.interfaces.messages import StepMessage, Verdict
 
 hookspec = pluggy.HookspecMarker("hotswap")
 hookimpl = pluggy.HookimplMarker("hotswap")

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from hotswap.core.engine.pool import RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
-from hotswap.core.execution.messages import NewRequest, Resume, StepMessage
 from hotswap.core.interfaces.kvcache import NOTHING, KVCacheManager, Match
+from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage
 from hotswap.core.interfaces.scheduler import GRANTED, LATER, Answer, Probe, Row, StepPlan, SuspendMode, Suspension
 
 Hold = tuple[str, str]

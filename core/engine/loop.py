@@ -15,8 +15,8 @@ from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Context, Limits, PlanError
 from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs, last_words
 from hotswap.core.engine.pool import DONE, RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
-from hotswap.core.execution.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.kvcache import KVCacheManager
+from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.parallel import Executor, Ticket
 from hotswap.core.interfaces.scheduler import Scheduler, StepOutcome
 from hotswap.core.request import FinishReason, OutputSink, Request

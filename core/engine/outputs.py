@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from hotswap.core.engine.pool import RequestState
-from hotswap.core.execution.messages import RowVerdict
+from hotswap.core.interfaces.messages import RowVerdict
 from hotswap.core.request import Detokenizer, FinishReason, RequestOutput
 
 

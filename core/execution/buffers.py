@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotswap.core.execution.layout import IntArray
-from hotswap.core.execution.messages import NewRequest
 from hotswap.core.interfaces.kvcache import CachePlan, Grant, GroupGrant, GroupPlan
+from hotswap.core.interfaces.messages import NewRequest
 
 
 @dataclass(slots=True)

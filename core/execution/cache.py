@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hotswap.core.execution.layout import BatchLayout
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec, Grant
+from hotswap.core.interfaces.layout import BatchLayout
 
 
 class _Layer(NamedTuple):

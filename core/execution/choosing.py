@@ -12,11 +12,11 @@ import torch
 from hotswap.core.blame import blame
 from hotswap.core.errors import ComponentError
 from hotswap.core.execution.logprobs import token_logprobs
-from hotswap.core.execution.messages import NewRequest
 from hotswap.core.execution.sampling import SamplingTable, sample
 from hotswap.core.execution.verification import Verified, verify
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
+from hotswap.core.interfaces.messages import NewRequest
 from hotswap.core.request import TokenLogprob
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,10 @@ from hotswap.core.errors import ComponentError
 from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser, blaming
-from hotswap.core.execution.layout import BatchLayout, IntArray, batch_layout, token_positions
+from hotswap.core.execution.layout import IntArray, batch_layout, token_positions
 from hotswap.core.execution.logprobs import prompt_logprobs
-from hotswap.core.execution.messages import NewRequest, RowVerdict, StepMessage, Suspended, Verdict
+from hotswap.core.interfaces.layout import BatchLayout
+from hotswap.core.interfaces.messages import NewRequest, RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.scheduler import Row
 from hotswap.core.interfaces.speculator import ProposeRow, Speculator

@@ -13,11 +13,11 @@ from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
 from hotswap.core.execution.device import choose_device, choose_dtype, free_bytes
-from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.execution.runner import ModelRunner
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.logits import LogitsProcessor
+from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.parallel import RankPlan, WorkerFactory, WorkerInfo
 from hotswap.core.interfaces.speculator import Speculator, SpeculatorServices

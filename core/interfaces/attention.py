@@ -6,11 +6,10 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.layout import BatchLayout
 
 if TYPE_CHECKING:
     import torch
-
-    from hotswap.core.execution.layout import BatchLayout
 
 
 class GraphLevel(IntEnum):
@@ -64,7 +63,7 @@ class BatchLimits:
 
 
 class AttentionBackend(Component):
-    """Four verbs. Sizes only: never the runner, never the config. Legend of shapes: see ``core/execution/layout.py``."""
+    """Four verbs. Sizes only: never the runner, never the config. Legend of shapes: see ``core/interfaces/layout.py``."""
 
     kind: ClassVar[str] = "attention"
     contract: ClassVar[str] = "attention/1"
@@ -81,7 +80,7 @@ class AttentionBackend(Component):
         """The backend's state for one cache group."""
 
     @abstractmethod
-    def plan(self, state: Any, layout: "BatchLayout") -> None:
+    def plan(self, state: Any, layout: BatchLayout) -> None:
         """Once a step and group, outside any graph: derive what ``run`` needs for all layers."""
 
     @abstractmethod

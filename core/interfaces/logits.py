@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.messages import NewRequest
 
 if TYPE_CHECKING:
     import torch
-
-    from hotswap.core.execution.messages import NewRequest
 
 
 class LogitsRow(NamedTuple):
@@ -35,11 +34,11 @@ class LogitsProcessor(Component):
         """Called once, with the width of the logits."""
 
     @abstractmethod
-    def wants(self, request: "NewRequest") -> bool:
+    def wants(self, request: NewRequest) -> bool:
         """Whether this request needs the processor. Only such requests reach the other methods."""
 
     @abstractmethod
-    def begin(self, request: "NewRequest") -> None:
+    def begin(self, request: NewRequest) -> None:
         """A request arrives (again): ``request.tokens`` beyond ``prompt_length`` are kept output."""
 
     @abstractmethod

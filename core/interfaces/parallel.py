@@ -7,15 +7,13 @@ runs one engine loop's workers, a deployment runs several engines behind a route
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
+from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.request import OutputSink, Request
-
-if TYPE_CHECKING:
-    from hotswap.core.execution.messages import StepMessage, Verdict
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Worker(Protocol):
 
     def info(self) -> WorkerInfo: ...
     def allocate(self, plan: CachePlan) -> None: ...
-    def execute(self, message: "StepMessage") -> "Verdict": ...
+    def execute(self, message: StepMessage) -> Verdict: ...
     def close(self) -> None: ...
 
 
@@ -106,10 +104,10 @@ class Executor(Component):
         """Pages have been divided: make room for them on every rank."""
 
     @abstractmethod
-    def submit(self, message: "StepMessage") -> Ticket: ...
+    def submit(self, message: StepMessage) -> Ticket: ...
 
     @abstractmethod
-    def collect(self, ticket: Ticket) -> "Verdict": ...
+    def collect(self, ticket: Ticket) -> Verdict: ...
 
     @abstractmethod
     def done(self, ticket: Ticket) -> bool:

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hotswap.core.execution.messages import RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec, GroupGrant
+from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.interfaces.parallel import Executor, RankPlan, Ticket, WorkerFactory, WorkerInfo
 from hotswap.core.interfaces.scheduler import Row

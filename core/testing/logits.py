@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from hotswap.core.execution.messages import NewRequest
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
+from hotswap.core.interfaces.messages import NewRequest
 
 
 class LogitsProcessorSuite:

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 from hotswap.core.engine.clock import ManualClock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop, Parts
-from hotswap.core.execution.messages import RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.kvcache import CacheKey, KVCacheManager
+from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.parallel import Executor, Ticket
 from hotswap.core.interfaces.scheduler import Scheduler
 from hotswap.core.live import ObserverHub

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hotswap.core.execution.layout import BatchLayout, GroupLayout, IntArray
+from hotswap.core.execution.layout import IntArray
 from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GroupShape
+from hotswap.core.interfaces.layout import BatchLayout, GroupLayout
 
 SHORT = 16
 """Rows of at most so many queries (decoding, verification) share one call; longer ones get calls of their own."""

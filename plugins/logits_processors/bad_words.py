@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from hotswap.core.execution.messages import NewRequest
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
+from hotswap.core.interfaces.messages import NewRequest
 from hotswap.plugins.logits_processors.scatter import Ids, as_ids, mask
 
 

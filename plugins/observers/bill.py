@@ -10,10 +10,10 @@ from typing import Annotated, Any, TextIO
 from pydantic import Field
 
 from hotswap.core.engine.pool import RequestState
-from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.hooks import Observer, hookimpl
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CacheUsage, Grant
+from hotswap.core.interfaces.messages import StepMessage, Verdict
 
 
 @dataclass

@@ -12,10 +12,10 @@ from prometheus_client.registry import Collector
 
 from hotswap.core.config.describe import public_name
 from hotswap.core.engine.pool import RequestState
-from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.hooks import Observer, hookimpl
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CacheUsage
+from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.request import FinishReason
 from hotswap.plugins.observers.histogram import Histogram, LastTokens
 

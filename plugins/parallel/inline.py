@@ -10,9 +10,9 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from hotswap.core.errors import ConfigError, EngineStoppedError
-from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CachePlan
+from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.parallel import Executor, RankPlan, Ticket, Worker, WorkerFactory, WorkerInfo
 
 logger = logging.getLogger(__name__)

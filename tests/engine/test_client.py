@@ -10,8 +10,8 @@ import pytest
 
 from hotswap.core.engine.client import Engine
 from hotswap.core.errors import EngineStoppedError, QueueFullError
-from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.interfaces.kvcache import CacheKey
+from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.scheduler import PlanContext, StepPlan
 from hotswap.core.live import LiveComponents
 from hotswap.core.request import FinishReason, Request, RequestOutput, SamplingParams, TextDelta

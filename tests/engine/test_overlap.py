@@ -10,8 +10,8 @@ from hotswap.core.engine.client import Engine
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop, Parts
-from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.interfaces.kvcache import CacheConstraints
+from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.parallel import RankPlan
 from hotswap.core.interfaces.scheduler import PlanContext, StepPlan
 from hotswap.core.live import ObserverHub

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hotswap.core.execution.messages import NewRequest, Resume, StepMessage
 from hotswap.core.execution.worker import ModelWorker, WorkerSettings
 from hotswap.core.interfaces.attention import GroupShape
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec, Grant, GroupGrant, GroupPlan
+from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage
 from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.scheduler import Row
 from hotswap.core.interfaces.speculator import Drafts, Speculator, SpeculatorNeeds

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hotswap.core.execution.buffers import RequestTable
-from hotswap.core.execution.messages import NewRequest
 from hotswap.core.interfaces.kvcache import CachePlan, Grant, GroupGrant, GroupPlan
+from hotswap.core.interfaces.messages import NewRequest
 from hotswap.core.request import SamplingParams
 
 DUMMY = 9

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.execution.messages import StepMessage
 from hotswap.core.execution.worker import ModelWorker, WorkerSettings, check_support
 from hotswap.core.interfaces.attention import AttentionSupport, GroupShape
 from hotswap.core.interfaces.logits import LogitsProcessor
+from hotswap.core.interfaces.messages import StepMessage
 from hotswap.core.interfaces.parallel import RankPlan
 from hotswap.core.interfaces.scheduler import Row
 from hotswap.plugins.attention.torch_sdpa import TorchAttention

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from hotswap.core.errors import ConfigError, EngineStoppedError
-from hotswap.core.execution.messages import StepMessage, Verdict
 from hotswap.core.interfaces.kvcache import CachePlan
+from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.interfaces.parallel import MeshDim, RankPlan, WorkerInfo
 from hotswap.plugins.parallel.inline import InlineExecutor

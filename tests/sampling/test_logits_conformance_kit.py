@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hotswap.core.execution.messages import NewRequest
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
+from hotswap.core.interfaces.messages import NewRequest
 from hotswap.core.request import SamplingParams
 from hotswap.core.testing.logits import LogitsProcessorSuite
 

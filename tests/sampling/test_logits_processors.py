@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotswap.core.execution.messages import NewRequest
 from hotswap.core.execution.sampling import SamplingTable, sample
 from hotswap.core.execution.verification import verify
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
+from hotswap.core.interfaces.messages import NewRequest
 from hotswap.core.request import SamplingParams
 from hotswap.core.testing.logits import LogitsProcessorSuite
 from hotswap.plugins.logits_processors.bad_words import BadWords
