@@ -14,31 +14,35 @@ from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.request import PROCESSED_FIELDS, SamplingParams
 
 
-def validate_request(
-    prompt_token_ids: Sequence[int],
+def validate_params(
     params: SamplingParams,
     *,
     vocab_size: int,
-    max_model_len: int,
     bad_words_token_ids: Sequence[Sequence[int]] = (),
     request_options: Mapping[str, type[RequestOptions]] | None = None,
     honoured: frozenset[str] = PROCESSED_FIELDS,
-) -> SamplingParams:
-    """``params`` with ``max_tokens`` resolved, or a RequestError that names the field.
+) -> None:
+    """What does not depend on the prompt, once a call. RequestError names the field.
 
     ``vocab_size`` is the width of the logits, not the tokenizer's size. ``bad_words_token_ids`` are the tokenised bad
     words; ids beyond the logits among them are harmless (such a word cannot be generated). ``request_options`` maps
-    each component that reads a part of ``extra`` to the model of that part. ``honoured``: the fields that the configured
-    logits processors carry out.
+    each component that reads a part of ``extra`` to the model of that part. ``honoured``: the fields that the
+    configured logits processors carry out.
     """
     _check_honoured(params, honoured)
-    max_tokens = _resolve_max_tokens(len(prompt_token_ids), params.max_tokens, max_model_len)
-    _check_ids("prompt", prompt_token_ids, vocab_size)
     _check_ids("logit_bias", params.logit_bias or (), vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_candidates(params, vocab_size, bad_words_token_ids)
     _check_extra(params, request_options or {})
+
+
+def validate_prompt(
+    prompt_token_ids: Sequence[int], params: SamplingParams, *, vocab_size: int, max_model_len: int,
+) -> SamplingParams:
+    """``params`` with ``max_tokens`` resolved for this prompt, or a RequestError that names the field."""
+    max_tokens = _resolve_max_tokens(len(prompt_token_ids), params.max_tokens, max_model_len)
+    _check_ids("prompt", prompt_token_ids, vocab_size)
     if params.min_tokens > max_tokens:
         given = f"max_tokens {params.max_tokens}" if params.max_tokens else f"the {max_tokens} that the context leaves"
         raise RequestError(f"min_tokens {params.min_tokens} exceeds {given}; lower min_tokens", "min_tokens")
@@ -49,8 +53,8 @@ def _check_honoured(params: SamplingParams, honoured: frozenset[str]) -> None:
     for name in sorted(PROCESSED_FIELDS - honoured):
         if getattr(params, name) not in (None, SamplingParams.model_fields[name].default):
             raise RequestError(
-                f"{name} is not carried out by any of the configured logits_processors; leave it out, or have the one that "
-                "does added to the config", name)
+                f"{name} is not carried out by any of the configured logits_processors; leave it out, or have the one "
+                "that does added to the config", name)
 
 
 def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:

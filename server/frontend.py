@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from hotswap.core.errors import ConfigError, ContextLengthError, RequestError
 from hotswap.core.request import Request, SamplingParams
-from hotswap.core.validation import validate_request
+from hotswap.core.validation import validate_params, validate_prompt
 from hotswap.server.problems import first_problem
 from hotswap.server.served import Served
 from hotswap.server.templates.chat import ChatTemplate, ControlTokens
@@ -25,6 +25,9 @@ MAX_BAD_CHARACTERS = 65536
 """Of all bad words together: each is tokenised twice before the request is taken."""
 MAX_SEQUENCES = 1024
 """Prompts times ``n`` of one call."""
+MAX_LISTED_IDS = 1 << 20
+"""Ids in ``logit_bias``, ``allowed_token_ids`` and ``stop_token_ids`` together, times the sequences of a call: the worker
+keeps them for each."""
 
 
 class Prompt(NamedTuple):
@@ -110,14 +113,15 @@ class Frontend:
             raise RequestError("stop holds an empty string, which would end every text at once; remove it", "stop")
         _check_texts("bad_words", sampling.bad_words or [], MAX_BAD_WORDS, MAX_BAD_CHARACTERS)
         bad_words = self._bad_words(sampling.bad_words or [])
+        _check_lists(sampling, len(prompts) * sampling.n)
+        validate_params(
+            sampling, vocab_size=self.served.vocab_size, bad_words_token_ids=bad_words,
+            request_options=self.served.request_options, honoured=self.served.honoured)
         seed = sampling.seed if sampling.seed is not None else f"{self.served.seed}/{next(self._unseeded)}"
         requests = []
         for position, prompt in enumerate(prompts):
-            resolved = validate_request(
-                prompt.token_ids, sampling, vocab_size=self.served.vocab_size,
-                max_model_len=self.served.max_model_len, bad_words_token_ids=bad_words,
-                request_options=self.served.request_options, honoured=self.served.honoured,
-            )
+            resolved = validate_prompt(
+                prompt.token_ids, sampling, vocab_size=self.served.vocab_size, max_model_len=self.served.max_model_len)
             for choice in range(sampling.n):
                 requests.append(Request(
                     id=f"{call_id}-{position * sampling.n + choice}", prompt_token_ids=prompt.token_ids,
@@ -161,6 +165,15 @@ def check_count(num_prompts: int, n: int) -> None:
         raise RequestError(
             f"{num_prompts} prompts with n {n} make {count} sequences, the limit is {MAX_SEQUENCES}",
             "prompt" if num_prompts > MAX_SEQUENCES else "n")
+
+
+def _check_lists(sampling: SamplingParams, sequences: int) -> None:
+    sizes = {name: len(getattr(sampling, name) or ()) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
+    if sum(sizes.values()) * sequences > MAX_LISTED_IDS:
+        longest = max(sizes, key=lambda name: sizes[name])
+        raise RequestError(
+            f"{' and '.join(sizes)} hold {sum(sizes.values())} ids for each of {sequences} sequences; the limit is "
+            f"{MAX_LISTED_IDS} together", longest)
 
 
 def _check_texts(param: str, texts: Sequence[str], most: int, most_characters: int) -> None:

@@ -9,7 +9,7 @@ from hotswap.core.errors import ContextLengthError, RequestError
 from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.registry import Registry
 from hotswap.core.request import PROCESSED_FIELDS, SamplingParams
-from hotswap.core.validation import validate_request
+from hotswap.core.validation import validate_params, validate_prompt
 
 HEAD = 300
 """The logits' width in these tests; think of a tokenizer with 320 ids."""
@@ -20,14 +20,10 @@ class GrammarOptions(RequestOptions):
 
 
 def check(prompt: list[int] | None = None, bad_words: Any = (), **fields: Any) -> SamplingParams:
-    return validate_request(
-        [1, 2, 3] if prompt is None else prompt,
-        SamplingParams(**fields),
-        vocab_size=HEAD,
-        max_model_len=16,
-        bad_words_token_ids=bad_words,
-        request_options={"grammar": GrammarOptions},
-    )
+    params = SamplingParams(**fields)
+    validate_params(
+        params, vocab_size=HEAD, bad_words_token_ids=bad_words, request_options={"grammar": GrammarOptions})
+    return validate_prompt([1, 2, 3] if prompt is None else prompt, params, vocab_size=HEAD, max_model_len=16)
 
 
 @pytest.mark.parametrize("token", [305, 999_999_999, -1])
@@ -147,9 +143,9 @@ def test_inclusive_bounds_are_valid(fields: dict[str, Any]) -> None:
 ])
 def test_a_field_that_no_configured_processor_carries_out_is_refused_by_name(field, value):
     params = SamplingParams(**{field: value})
-    validate_request([1, 2], params, vocab_size=10, max_model_len=20)
+    validate_params(params, vocab_size=10)
     with pytest.raises(RequestError, match=f"{field} is not carried out") as caught:
-        validate_request([1, 2], params, vocab_size=10, max_model_len=20, honoured=PROCESSED_FIELDS - {field})
+        validate_params(params, vocab_size=10, honoured=PROCESSED_FIELDS - {field})
     assert caught.value.param == field
 
 
