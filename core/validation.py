@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import ValidationError
 
 from hotswap.core.errors import ContextLengthError, RequestError
-from hotswap.core.explain import nearest
+from hotswap.core.explain import explain, nearest
 from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.request import PROCESSED_FIELDS, SamplingParams
 
@@ -110,9 +110,8 @@ def _check_extra(params: SamplingParams, request_options: Mapping[str, type[Requ
         try:
             options.model_validate(values)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            param = ".".join(["extra", component, *(str(part) for part in first["loc"])])
-            raise RequestError(f"{param}: {first['msg']}, got {first['input']!r}", param) from error
+            problem = explain(error, options, f"extra.{component}")[0]
+            raise RequestError(str(problem), problem.path) from error
 
 
 def _unknown_component(name: str, known: Iterable[str]) -> str:

@@ -108,10 +108,10 @@ def test_options_for_a_component_are_checked_by_that_component() -> None:
     assert unknown.value.param == "extra.gramar"
     with pytest.raises(RequestError, match="read by: grammar"):
         check(extra={"zzz": {}})
-    with pytest.raises(RequestError, match="got 0") as invalid:
+    with pytest.raises(RequestError, match="should be greater than or equal to 1, not 0") as invalid:
         check(extra={"grammar": {"depth": 0}})
     assert invalid.value.param == "extra.grammar.depth"
-    with pytest.raises(RequestError, match="extra.grammar.wide"):
+    with pytest.raises(RequestError, match="extra.grammar.wide: unknown key. Valid here: depth"):
         check(extra={"grammar": {"wide": 1}})
 
 
