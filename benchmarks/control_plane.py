@@ -127,7 +127,9 @@ class Bench:
         return plan.total_ns, collect.total_ns
 
 
-def steady(running: int, waiting: int = 0, num_pages: int = 100_000, kv: str = "prefix", seed: int = 1) -> dict[str, float]:
+def steady(
+    running: int, waiting: int = 0, num_pages: int = 100_000, kv: str = "prefix", seed: int = 1,
+) -> dict[str, float]:
     bench = Bench("chunked", kv, num_pages, 2048, seed)
     for i in range(running):
         bench.add(bench.prompt(512 + i % PAGE_SIZE), 4096)

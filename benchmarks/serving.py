@@ -60,7 +60,9 @@ def _own_seconds(pids: Sequence[int] = ()) -> float:
 SERVERS: list[int] = []
 
 
-def summary(items: Sequence[Item], firsts: list[float], ends: list[float], counts: list[int], wall: float) -> dict[str, float]:
+def summary(
+    items: Sequence[Item], firsts: list[float], ends: list[float], counts: list[int], wall: float,
+) -> dict[str, float]:
     """Seconds since the start of the workload in; ``decode_tok_s`` spans the first first token to the last end."""
     tpot = [(end - first) / (n - 1) for first, end, n in zip(firsts, ends, counts, strict=True) if n > 1]
     return {
@@ -202,7 +204,8 @@ def main() -> None:
                 if round_:
                     runs[name].append({**result, "others_cores": neighbours.cores})
                     mark = "!" if neighbours.cores > BUSY_CORES else " "
-                    print(f"{mark} {name:7} " + "  ".join(f"{k} {v:.2f}" for k, v in runs[name][-1].items()), flush=True)
+                    figures = "  ".join(f"{k} {v:.2f}" for k, v in runs[name][-1].items())
+                    print(f"{mark} {name:7} {figures}", flush=True)
     finally:
         if server is not None:
             server.stop()

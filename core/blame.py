@@ -8,7 +8,7 @@ from hotswap.core.interfaces.component import Component
 
 def blame(error: BaseException, called: Component | None = None, method: str = "") -> str:
     """What went wrong and in which component: the innermost in the traceback, be it the queue policy below a scheduler
-    or the eviction policy below a KV manager; else ``called``, where core knows that it called one; else the error alone.
+    or the eviction policy below a KV manager; else ``called``, where core knows it called one; else the error alone.
     """
     if isinstance(error, ComponentError):
         return str(error)

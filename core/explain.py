@@ -50,7 +50,7 @@ def problems_of(error: ConfigError) -> list[Problem]:
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """The candidate most like ``name``; hyphens and case do not count. None where none is as like as ``cutoff``, of 1."""
+    """The candidate most like ``name``, whatever hyphens and case. None where none is as like as ``cutoff``, of 1."""
     plain = {candidate.lower().replace("-", "_"): candidate for candidate in candidates}
     found = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)
     return plain[found[0]] if found else None

@@ -30,8 +30,8 @@ class Observer(Component):
 class HookSpecs:
     @hookspec
     def hotswap_engine_started(self, versions: dict[str, str], config: dict[str, Any], time: float) -> None:
-        """The engine is complete and about to serve; ``config`` is the effective one, secrets removed. The one hook whose
-        exception ends the start: what was asked for must work."""
+        """The engine is complete and about to serve; ``config`` is the effective one, secrets removed. The one hook
+        whose exception ends the start: what was asked for must work."""
 
     @hookspec
     def hotswap_engine_stopped(self, time: float) -> None:

@@ -26,8 +26,8 @@ MAX_BAD_CHARACTERS = 65536
 MAX_SEQUENCES = 1024
 """Prompts times ``n`` of one call."""
 MAX_LISTED_IDS = 1 << 20
-"""Ids in ``logit_bias``, ``allowed_token_ids`` and ``stop_token_ids`` together, times the sequences of a call: the worker
-keeps them for each."""
+"""Ids in ``logit_bias``, ``allowed_token_ids`` and ``stop_token_ids`` together, times the sequences of a call: the
+worker keeps them for each."""
 
 
 class Prompt(NamedTuple):
@@ -78,8 +78,8 @@ class Frontend:
         chosen = self._template if template is None else self._given(template)
         if chosen is None:
             raise RequestError(
-                f"the model {self.served.name!r} has no chat template; set server.chat_template to a Jinja file, or use "
-                "/v1/completions", "messages",
+                f"the model {self.served.name!r} has no chat template; set server.chat_template to a Jinja file, or "
+                "use /v1/completions", "messages",
             )
         return chosen.encode(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
@@ -180,5 +180,5 @@ def _check_texts(param: str, texts: Sequence[str], most: int, most_characters: i
     characters = sum(map(len, texts))
     if len(texts) > most or characters > most_characters:
         raise RequestError(
-            f"{param} holds {len(texts)} strings of {characters} characters, the limits are {most} and {most_characters}",
-            param)
+            f"{param} holds {len(texts)} strings of {characters} characters, "
+            f"the limits are {most} and {most_characters}", param)

@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 def generate_file(resolved: ResolvedConfig, source: Path, target: Path, *, progress: bool = True) -> int:
-    """Returns how many lines failed; each has an ``error`` in the output. ConfigError for a file that cannot be used."""
+    """Returns how many lines failed; each has an ``error`` in the output. ConfigError for an unusable file."""
     lines = read_lines(source)
     if target.resolve() == source.resolve():
         raise ConfigError(f"{target} is the input; choose another file for the output", "--output")

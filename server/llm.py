@@ -46,7 +46,8 @@ class LLM:
         if source is None:
             source = overrides.pop("model", None)
         if not isinstance(source, (str, Path, Mapping)):
-            raise TypeError(f"LLM takes a config file, a mapping of config keys, or a model's name or path; {_got(source)}")
+            raise TypeError(
+                f"LLM takes a config file, a mapping of config keys, or a model's name or path; {_got(source)}")
         flags = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in overrides.items()]
         if not isinstance(source, Mapping) and Path(source).suffix not in _CONFIG_FILES:
             source = {"model": str(source)}
@@ -66,7 +67,8 @@ class LLM:
         self._finalizer = weakref.finalize(self, served.engine.stop)
 
     def generate(
-        self, prompts: PromptLike | Sequence[PromptLike], sampling_params: SamplingParams | None = None, **sampling: Any,
+        self, prompts: PromptLike | Sequence[PromptLike], sampling_params: SamplingParams | None = None,
+        **sampling: Any,
     ) -> list[RequestResult]:
         """One result a prompt (text or token ids), in order. ``sampling``: fields of :class:`SamplingParams`, over the
         model's own defaults; or a ``sampling_params`` that is used as it is.
@@ -76,7 +78,8 @@ class LLM:
         return self._finish(self._batch(self._prompts(prompts), sampling_params, sampling))
 
     def generate_stream(
-        self, prompts: PromptLike | Sequence[PromptLike], sampling_params: SamplingParams | None = None, **sampling: Any,
+        self, prompts: PromptLike | Sequence[PromptLike], sampling_params: SamplingParams | None = None,
+        **sampling: Any,
     ) -> Iterator[RequestResult]:
         """A result each time that a prompt's choices grow, with all that there is of them so far."""
         return self._follow(self._batch(self._prompts(prompts), sampling_params, sampling))
@@ -138,8 +141,8 @@ class LLM:
     def _batch(self, prompts: list[Prompt], params: SamplingParams | None, fields: dict[str, Any]) -> "_Batch":
         if params is not None and not isinstance(params, SamplingParams):
             raise TypeError(
-                f"sampling_params: expected one SamplingParams, for all prompts; {_got(params)}; single fields are given as "
-                "keywords, as in temperature=0")
+                f"sampling_params: expected one SamplingParams, for all prompts; {_got(params)}; single fields are "
+                "given as keywords, as in temperature=0")
         if params is not None and fields:
             raise TypeError(f"give sampling_params or single fields ({', '.join(fields)}), not both")
         sampling = self._frontend.sampling(fields) if params is None else params

@@ -41,7 +41,7 @@ def serve(resolved: ResolvedConfig, *, progress: bool = True) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of our own before the model is loaded: a port in use should not cost a minute. Nobody can connect yet."""
+    """A socket of our own before the model loads: a port in use should not cost a minute. Nobody can connect yet."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -53,7 +53,8 @@ class Served:
 
 def defaults_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling defaults that a model's generation_config.json states. ``do_sample: false`` is greedy."""
-    defaults = {key: generation_config[key] for key in _FROM_GENERATION_CONFIG if generation_config.get(key) is not None}
+    defaults = {
+        key: generation_config[key] for key in _FROM_GENERATION_CONFIG if generation_config.get(key) is not None}
     if generation_config.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
@@ -90,7 +91,8 @@ def served_by(built: "Built") -> Served:
         sampling_defaults=defaults_of(checkpoint.generation_config) if config.server.generation_config else {},
         request_options=built.request_options, honoured=built.honoured, seed=config.seed,
         describe=lambda: {
-            "components": built.components.listing(), "config": built.resolved.effective(), "notes": [*built.warnings, *built.notes],
+            "components": built.components.listing(), "config": built.resolved.effective(),
+            "notes": [*built.warnings, *built.notes],
         },
         install_routes=lambda app: built.components.observers.notify("hotswap_server_routes", app=app),
     )

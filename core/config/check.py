@@ -93,8 +93,8 @@ def check_config(config: Config, registry: Registry) -> Components:
 
 
 def wrong_components(values: Mapping[str, Any], registry: Registry) -> list[Problem]:
-    """What is wrong with the components that ``values`` name: for values that core's schema has refused already, so that
-    both are told at once."""
+    """What is wrong with the components that ``values`` name: for values that core's schema has refused already, so
+    that both are told at once."""
     problems: list[Problem] = []
     for path, kinds, given in _given(values):
         try:

@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 def public_name(source: str) -> str:
-    """What clients call the model of that name or path: of a path the last part, since where files lie concerns nobody."""
+    """What clients call the model of that name or path: of a path the last part, as where files lie concerns nobody."""
     return Path(source).name.removesuffix(".gguf") if Path(source).exists() else source
 
 

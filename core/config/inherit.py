@@ -17,13 +17,15 @@ from hotswap.core.registry import Registry
 
 
 def hand_on(
-    values: dict[str, Any], sources: dict[str, str], layers: Sequence[Mapping[str, Any]], layer_of: Callable[[str], int],
+    values: dict[str, Any], sources: dict[str, str],
+    layers: Sequence[Mapping[str, Any]], layer_of: Callable[[str], int],
 ) -> list[str]:
     """Leave out of ``values`` and ``sources`` what was told to components that a later source exchanged, and say so.
 
     ``layers`` are the values as each source left them, the first one's first; ``layer_of`` a source is its index there.
     """
-    named = [path.removesuffix(".use") for path, source in sources.items() if path.endswith(".use") and layer_of(source)]
+    named = [
+        path.removesuffix(".use") for path, source in sources.items() if path.endswith(".use") and layer_of(source)]
     heir = _Heir(sources, layers, layer_of)
     for section, kind in SECTIONS.items():
         if any(path == section or path.startswith(f"{section}.") for path in named):

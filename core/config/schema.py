@@ -210,7 +210,8 @@ class Config(Section):
     @classmethod
     def _device_and_index(cls, value: str) -> str:
         if _DEVICE.fullmatch(value) is None:
-            raise ValueError(f"should be 'auto', 'cpu', 'cuda', or a device and its number such as 'cuda:1', not {value!r}.")
+            raise ValueError(
+                f"should be 'auto', 'cpu', 'cuda', or a device and its number such as 'cuda:1', not {value!r}.")
         return value
 
 

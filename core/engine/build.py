@@ -115,7 +115,7 @@ def _open(config: Config, progress: bool) -> "Checkpoint":
 
     source = config.model.source
     if config.model.path is not None:
-        path = Path(source).expanduser().absolute()  # whole, so that it is taken neither for a hub id nor for a model's name
+        path = Path(source).expanduser().absolute()  # whole, so that it is taken for no hub id and no model's name
         if not path.exists():
             raise ConfigError(
                 f"there is no file or directory {source!r}; a hub id or a catalogue name is model.name", "model.path")

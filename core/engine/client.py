@@ -47,7 +47,8 @@ class Engine:
                 raise EngineStoppedError(self._failure or "the engine is shutting down and takes no new request")
             waiting = self._queued + self.loop.pool.waiting
             if self._max_queue is not None and waiting >= self._max_queue + self._free_slots():
-                raise QueueFullError(f"{waiting} requests wait already, the limit is {self._max_queue}; try again later")
+                raise QueueFullError(
+                    f"{waiting} requests wait already, the limit is {self._max_queue}; try again later")
             self._queued += 1
             self._idle.clear()
             self._commands.append(lambda: self._admit(request, sink))
@@ -79,7 +80,8 @@ class Engine:
         if self.loop.last_plan_error:
             return self.loop.last_plan_error
         if (quiet := self._quiet_for()) > self._watchdog_s:
-            return f"no step was finished for {quiet:.0f} s while requests are waiting (watchdog: {self._watchdog_s:g} s)"
+            return (f"no step was finished for {quiet:.0f} s while requests are waiting "
+                    f"(watchdog: {self._watchdog_s:g} s)")
         return None
 
     def drain(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The only place that reads the machine's time. Everything else is given a :class:`Clock`, so that it can be simulated."""
+"""The only place that reads the machine's time. All else is given a :class:`Clock`, so that it can be simulated."""
 
 import time
 from typing import Protocol

@@ -140,8 +140,8 @@ class Context:
             state, room, draft_room = reserved.pop(request_id, (None, 0, 0))
             if state is None or n_tokens > room or drafts > draft_room:
                 raise PlanError(
-                    f"row ({request_id!r}, {n_tokens} tokens, {drafts} drafts) is more than what this plan has reserved "
-                    f"for it, {room} tokens and {draft_room} drafts, or is planned twice")
+                    f"row ({request_id!r}, {n_tokens} tokens, {drafts} drafts) is more than what this plan has "
+                    f"reserved for it, {room} tokens and {draft_room} drafts, or is planned twice")
             if not 0 < n_tokens <= state.ready or drafts and not (
                 0 <= drafts <= state.draft_limit and n_tokens == state.ready
             ):

@@ -297,7 +297,7 @@ class EngineLoop:
             self.finish(state, FinishReason.ERROR, self.last_plan_error)
 
     def _guard(self, method: str, call: Callable[[], object]) -> bool:
-        """Whether ``call`` went well. What a scheduler raises outside ``plan`` is logged with its name, and ends nothing."""
+        """Whether ``call`` went well. What a scheduler raises outside ``plan`` is logged by name, and ends nothing."""
         try:
             call()
         except Exception as error:

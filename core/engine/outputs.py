@@ -45,8 +45,8 @@ def to_text(
 
 
 def absorb(state: RequestState, row: RowVerdict, now: float) -> tuple[RequestOutput, Ending | None]:
-    """Apply one row's kept tokens (at least one) to the request; returns what the client gets, and how the request ends,
-    if it does. Whatever its detokeniser raises comes through, and the request is as it was."""
+    """Apply one row's kept tokens (at least one) to the request; returns what the client gets, and how the request
+    ends, if it does. Whatever its detokeniser raises comes through, and the request is as it was."""
     kept, ending, text = row.kept, None, ""
     tokens = state.tokens
     if len(kept) > 1 or kept[0] in state.stop_ids or len(tokens) + 1 >= state.end:

@@ -35,10 +35,10 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end", "finish_reason",
-        "finished_at", "first_scheduled_at", "first_token_at", "flying", "id", "kept_in_flight", "max_new", "on_worker",
-        "preemptions", "priority", "prompt_length", "prompt_logprobs", "ready", "request", "reusable", "sequence",
-        "sink", "status", "stop_ids", "tenant", "told", "tokens", "verified",
+        "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end",
+        "finish_reason", "finished_at", "first_scheduled_at", "first_token_at", "flying", "id", "kept_in_flight",
+        "max_new", "on_worker", "preemptions", "priority", "prompt_length", "prompt_logprobs", "ready", "request",
+        "reusable", "sequence", "sink", "status", "stop_ids", "tenant", "told", "tokens", "verified",
     )
 
     def __init__(self, request: Request, sink: OutputSink, arrival: float, sequence: int, max_new: int) -> None:

@@ -15,7 +15,7 @@ from hotswap.core.interfaces.messages import NewRequest
 
 @dataclass(slots=True)
 class Resident:
-    """A request that has a slot of the worker. ``error``: why it failed; it then stays, untouched, until the host drops it."""
+    """A request with a worker's slot. ``error``: why it failed; it then stays, untouched, until the host drops it."""
 
     new: NewRequest
     slot: int
@@ -136,8 +136,8 @@ class RequestTable:
             if len(short):
                 row = short[0]
                 raise AssertionError(
-                    f"row {row} reaches {lengths[row]} tokens, but its {table.ends[slots[row]]} pages of group {group!r} "
-                    f"hold {table.ends[slots[row]] * table.page_size}")
+                    f"row {row} reaches {lengths[row]} tokens, but its {table.ends[slots[row]]} pages of group "
+                    f"{group!r} hold {table.ends[slots[row]] * table.page_size}")
 
     def _grow(self) -> None:
         """Twice as many slots. The host may hold more requests than planned for while some await their drop."""

@@ -28,7 +28,7 @@ class Stream(IntEnum):
 
 
 def philox_4x32(counter: Array, key: Array) -> Array:
-    """Ten rounds of Philox: ``counter`` [4, N] and ``key`` [2, N], 32-bit words in uint64 -> [4, N] of the same kind."""
+    """Ten rounds of Philox: ``counter`` [4, N] and ``key`` [2, N], 32-bit words in uint64 -> [4, N], likewise."""
     even, odd = counter[0::2], counter[1::2]
     for round_key in (key + _KEY_STEPS) & _LOW:
         product = (even * _MULTIPLIERS)[::-1]

@@ -371,7 +371,7 @@ def _cut_rest(weights: torch.Tensor, group: _Group) -> torch.Tensor:
 
 
 def _cut_typical(weights: torch.Tensor, group: _Group) -> torch.Tensor:
-    """The smallest set that holds ``typical_p`` of the mass, of the tokens whose surprisal is nearest to the entropy."""
+    """The smallest set that holds ``typical_p`` of the mass, of the tokens whose surprisal is nearest the entropy."""
     mass = weights.sum(-1, keepdim=True)
     probs = weights / mass.double()
     surprisal = _surprisal(probs)

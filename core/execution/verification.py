@@ -4,9 +4,9 @@ Drafts that were chosen (a copied n-gram, the draft model's best) are compared w
 at their position: each is kept with the probability that the target gives it, and a seeded request gets the very tokens
 that it would have got without drafts. Drafts that were sampled, and come with their probabilities q, are kept with
 min(1, p / q) and otherwise replaced by a draw from norm(max(p - q, 0)), the rejection sampling of Leviathan et al.,
-"Fast Inference from Transformers via Speculative Decoding", and Chen et al., "Accelerating Large Language Model Decoding
-with Speculative Sampling" (both 2023). In both p is the processed distribution: after processors, temperature and
-filters.
+"Fast Inference from Transformers via Speculative Decoding", and Chen et al., "Accelerating Large Language Model
+Decoding with Speculative Sampling" (both 2023). In both p is the processed distribution: after processors, temperature
+and filters.
 """
 
 from collections.abc import Sequence

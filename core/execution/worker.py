@@ -63,8 +63,8 @@ def worker_factory(
     def build(plan: RankPlan, rank: int) -> ModelWorker:
         if plan.world_size != 1:
             raise ConfigError(
-                f"the strategies ask for {plan.world_size} ranks, but this worker knows one device only; leave the list "
-                "empty", "parallel")
+                f"the strategies ask for {plan.world_size} ranks, but this worker knows one device only; leave the "
+                "list empty", "parallel")
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)  # a property of the calling thread
         model.build(checkpoint.config, LOCAL_MESH, getattr(torch, settings.dtype), settings.device)

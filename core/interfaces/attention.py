@@ -63,7 +63,7 @@ class BatchLimits:
 
 
 class AttentionBackend(Component):
-    """Four verbs. Sizes only: never the runner, never the config. Legend of shapes: see ``core/interfaces/layout.py``."""
+    """Four verbs. Sizes only: never the runner, never the config. Legend of shapes: ``core/interfaces/layout.py``."""
 
     kind: ClassVar[str] = "attention"
     contract: ClassVar[str] = "attention/1"

@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Requirement:
-    """``kind`` must offer ``capability``; ``why`` and ``remedy`` (a config key to change) are shown when it does not."""
+    """``kind`` must offer ``capability``; else ``why`` and ``remedy`` (a config key to change) are shown."""
 
     kind: str
     capability: str
@@ -77,7 +77,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Description:
-    """What a component offers and requires of the others. Solved by ``hotswap config check`` before any memory is used."""
+    """What a component offers and requires of others. Solved by ``hotswap config check`` before any memory is used."""
 
     offers: frozenset[str] = frozenset()
     requires: tuple[Requirement, ...] = ()

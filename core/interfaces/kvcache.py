@@ -72,7 +72,7 @@ class CacheKey:
 
 
 class Match(NamedTuple):
-    """``cached`` tokens lie in pages that can be shared, ``pending`` more lie elsewhere. ``opaque`` is the manager's own.
+    """``cached`` tokens lie in pages that can be shared, ``pending`` more elsewhere. ``opaque`` is the manager's own.
 
     Binding only until the next change of the manager's state; dies when the manager is exchanged.
     """

@@ -1,7 +1,7 @@
 """Logits processors: change a batch's logits before sampling. ``logits_processor/1``. Run in the worker.
 
 Penalties, bias, bans and minimum lengths are built on this; grammars will be. A processor sees kept tokens only; for a
-row that verifies draft number k, ``apply`` is told the k drafts before it, and nothing it does then may outlast the call.
+row that verifies draft number k, ``apply`` is told the k drafts before it; nothing it does then may outlast the call.
 """
 
 from abc import abstractmethod
@@ -49,7 +49,7 @@ class LogitsProcessor(Component):
         """These tokens were kept."""
 
     def rollback(self, request: str, count: int) -> None:
-        """The last ``count`` kept tokens are taken back. Core does not call it yet: it tells only what is kept for good."""
+        """The last ``count`` kept tokens are taken back. Core does not call it yet: it tells only what is final."""
 
     def end(self, request: str) -> None:
         """The request is gone."""

@@ -1,4 +1,4 @@
-"""What travels between the loop and its workers: small values of numbers and strings, one message and one verdict a step."""
+"""What travels between loop and workers: small values of numbers and strings, one message and one verdict a step."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class NewRequest:
 
 
 class Resume(NamedTuple):
-    """The request starts (again) with ``computed`` tokens in its pages, and an empty table before this step's grants."""
+    """The request starts (again) with ``computed`` tokens in its pages, its table empty before this step's grants."""
 
     request: str
     computed: int

@@ -44,8 +44,8 @@ class Attend(Protocol):
 class Model(Component):
     """Built with its checkpoint's config, loaded once, then run every step.
 
-    ``forward`` takes token ids on the first stage and hidden states on later ones; it calls ``attend`` once per layer of
-    its stage, and ``mesh.reduce(axis, x)`` where a contraction over a sharded axis ends.
+    ``forward`` takes token ids on the first stage and hidden states on later ones; it calls ``attend`` once per layer
+    of its stage, and ``mesh.reduce(axis, x)`` where a contraction over a sharded axis ends.
     """
 
     kind: ClassVar[str] = "model"
@@ -74,7 +74,7 @@ class Model(Component):
 
     @abstractmethod
     def load(self, weights: "WeightSource") -> None:
-        """Take every tensor that belongs to this rank. ModelLoadError names what is missing, unexpected or misshaped."""
+        """Take every tensor of this rank. ModelLoadError names what is missing, unexpected or misshaped."""
 
     @abstractmethod
     def forward(

@@ -114,8 +114,8 @@ class Executor(Component):
         """Whether ``collect`` would return at once."""
 
     def agree(self, local: Any) -> Any:
-        """The value that all engine loops in lock-step agree on; the identity where there is one. Core runs one loop yet
-        and does not call it."""
+        """The value that all engine loops in lock-step agree on; the identity where there is one. Core runs one loop
+        yet and does not call it."""
         return local
 
     @abstractmethod

@@ -32,4 +32,5 @@ def find(name: str) -> Path:
         path = Path(str(file.locate()))
         if path.name.endswith(entry.file) and path.is_file():
             return path
-    raise ConfigError(f"model {name!r} lies in the distribution {entry.distribution}, which is not installed: {entry.install}")
+    raise ConfigError(
+        f"model {name!r} lies in the distribution {entry.distribution}, which is not installed: {entry.install}")

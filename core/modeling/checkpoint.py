@@ -64,7 +64,8 @@ class Checkpoint(ABC):
         """The entry point of ``hotswap.model`` that can run it. ConfigError where the config names none."""
         architectures = self.config.get("architectures")
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-            raise ConfigError(f"the config of {self.path} has architectures={architectures!r}, expected a list of one name")
+            raise ConfigError(
+                f"the config of {self.path} has architectures={architectures!r}, expected a list of one name")
         return architectures[0]
 
     def eos_token_ids(self, vocab_size: int) -> frozenset[int]:
@@ -87,8 +88,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """``model``: a directory with config.json, a .gguf file, a catalogue name, or a hub id ("owner/name").
 
-    ``revision`` and ``cache_dir`` concern hub ids. ``progress``: show bars where stderr is a terminal. Raises ConfigError for a name that
-    is none of these, ModelLoadError for damaged files.
+    ``revision`` and ``cache_dir`` concern hub ids. ``progress``: show bars where stderr is a terminal. Raises
+    ConfigError for a name that is none of these, ModelLoadError for damaged files.
     """
     path = catalogue.find(model) if model in catalogue.CATALOGUE else Path(model).expanduser()
     if model and path.exists():
@@ -101,8 +102,9 @@ def open_checkpoint(
     if _HUB_ID.fullmatch(model) and not is_path:
         return _open_local(_download(model, revision, cache_dir, progress), progress)
     if is_path or len(path.parts) > 1:
-        raise ConfigError(f"there is no file or directory {model!r}: give the path of a .gguf file, or of a directory that "
-                          "holds config.json", "model")
+        raise ConfigError(
+            f"there is no file or directory {model!r}: give the path of a .gguf file, or of a directory that holds "
+            "config.json", "model")
     near = nearest(model, catalogue.CATALOGUE)
     hint = f" Did you mean {near!r}?" if near else f" The catalogue has {sorted(catalogue.CATALOGUE)}."
     raise ConfigError(

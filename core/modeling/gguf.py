@@ -52,7 +52,8 @@ class GGUFFile:
         except (_Damaged, struct.error, ValueError, TypeError, OverflowError) as error:
             what = error if isinstance(error, _Damaged) else "a value runs past the end of the file, or cannot be right"
             raise ModelLoadError(
-                f"the header of {path} is damaged or cut off: {what} (the file has {self.size} bytes); download it again"
+                f"the header of {path} is damaged or cut off: {what} (the file has {self.size} bytes); "
+                "download it again"
             ) from error
 
     def _read_header(self) -> None:
@@ -91,7 +92,8 @@ class GGUFFile:
                 f"tensor {name!r} of {self.path} has the unknown ggml type {type_id}: a newer gguf package may know it"
             ) from error
         if not shape or shape[-1] % block_values:
-            raise ModelLoadError(f"tensor {name!r} of {self.path} has shape {shape}, rows must be multiples of {block_values}")
+            raise ModelLoadError(
+                f"tensor {name!r} of {self.path} has shape {shape}, rows must be multiples of {block_values}")
         return cast(int, prod(shape) // block_values * block_bytes)
 
     def dequantize(self, name: str) -> "np.ndarray[Any, Any]":
@@ -109,7 +111,8 @@ class GGUFFile:
             rows = raw.reshape(*tensor.shape[:-1], -1)
             return np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32).reshape(tensor.shape)
         except NotImplementedError as error:
-            raise ModelLoadError(f"tensor {name!r} of {self.path} is stored as {kind.name}, which cannot be read") from error
+            raise ModelLoadError(
+                f"tensor {name!r} of {self.path} is stored as {kind.name}, which cannot be read") from error
 
 
 class _Damaged(Exception):

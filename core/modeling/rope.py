@@ -37,11 +37,13 @@ class RopeConfig:
         """``max_position`` is ``max_position_embeddings``. ConfigError for what is unknown or incomplete."""
         parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         if any(isinstance(value, dict) for value in parameters.values()):
-            raise ConfigError(f"rope_parameters per layer type are not supported: {sorted(parameters)}", "rope_parameters")
+            raise ConfigError(
+                f"rope_parameters per layer type are not supported: {sorted(parameters)}", "rope_parameters")
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         kind = "longrope" if kind == "su" else kind  # longrope's first name, in early Phi-3 configs
         if kind not in _FREQUENCIES:
-            raise ConfigError(f"unknown rope type {kind!r}, known are {sorted(_FREQUENCIES)}", "rope_parameters.rope_type")
+            raise ConfigError(
+                f"unknown rope type {kind!r}, known are {sorted(_FREQUENCIES)}", "rope_parameters.rope_type")
         partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if partial not in (None, 1, 1.0):
             raise ConfigError(f"partial_rotary_factor {partial} is not supported, expected 1.0", "rope_parameters")
@@ -188,7 +190,8 @@ def _attention_scale(rope: RopeConfig) -> float:
 
 
 _FREQUENCIES: dict[str, Callable[[RopeConfig, torch.Tensor], torch.Tensor]] = {
-    "default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+    "default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3,
+    "yarn": _yarn, "longrope": _longrope,
 }
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": (),

@@ -1,7 +1,7 @@
-"""How much text one token can stand for, read off a tokenizer's rules. So a text that is far too long need not be encoded.
+"""How much text one token can stand for, read off a tokenizer's rules: a text that is far too long need not be encoded.
 
-The bound holds for vocabularies in which no text is unknown: merges over bytes, or over pieces with a token for each byte.
-For other rules there is none.
+The bound holds for vocabularies in which no text is unknown: merges over bytes, or over pieces with a token for each
+byte. For other rules there is none.
 """
 
 import json
@@ -15,8 +15,8 @@ from tokenizers import models
 _BYTE_LEVEL = "ByteLevel"
 
 _SHRINKING = {"Prepend": 1, "Lowercase": 1, "NFD": 1, "NFKD": 1, "NFC": 4, "NFKC": 4, _BYTE_LEVEL: 1}
-"""Normalizer -> how many characters it can make into one. Composition undoes a decomposition, whose greatest expansion is
-fourfold (Unicode Standard Annex 15)."""
+"""Normalizer -> how many characters it can make into one. Composition undoes a decomposition, whose greatest expansion
+is fourfold (Unicode Standard Annex 15)."""
 
 _KEEPING = frozenset({_BYTE_LEVEL, "Digits", "Metaspace", "Punctuation", "Split"})
 """Pre-tokenizers that only cut, unless their behaviour is to remove."""

@@ -138,7 +138,8 @@ def _template(backend: Backend, bos: str | None, eos: str | None) -> Any:
 
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -151,8 +152,10 @@ _DIGITS = r"\p{N}"
 
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": (_GPT2,), "gpt-2": (_GPT2,), "gpt2": (_GPT2,),
-    "smollm": (_DIGITS, _GPT2), "starcoder": (_DIGITS, _GPT2), "refact": (_DIGITS, _GPT2), "codeshell": (_DIGITS, _GPT2),
-    "llama3": (_LLAMA3,), "llama-v3": (_LLAMA3,), "llama-bpe": (_LLAMA3,), "falcon3": (_LLAMA3,), "smaug-bpe": (_LLAMA3,),
+    "smollm": (_DIGITS, _GPT2), "starcoder": (_DIGITS, _GPT2),
+    "refact": (_DIGITS, _GPT2), "codeshell": (_DIGITS, _GPT2),
+    "llama3": (_LLAMA3,), "llama-v3": (_LLAMA3,), "llama-bpe": (_LLAMA3,),
+    "falcon3": (_LLAMA3,), "smaug-bpe": (_LLAMA3,),
     "qwen2": (_QWEN2,), "deepseek-r1-qwen": (_QWEN2,), "megrez": (_QWEN2,),
     "tekken": (_TEKKEN,),
 }
@@ -166,7 +169,7 @@ _ADDS_BOS = frozenset({"llama3", "llama-v3", "llama-bpe"})
 def from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describes: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
-    ConfigError for another kind; ModelLoadError where the lists of tokens, types, scores and merges do not fit together.
+    ConfigError for another kind; ModelLoadError where the lists of tokens, types, scores and merges do not match.
     """
     try:
         return _from_gguf(metadata)

@@ -224,7 +224,8 @@ def _checked_header(file: Path) -> dict[str, tuple[int, ...]]:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if size < 8 or header_bytes > size - 8:
             raise ModelLoadError(
-                f"{file} is truncated: its header needs {8 + header_bytes} bytes, the file has {size}: download it again"
+                f"{file} is truncated: its header needs {8 + header_bytes} bytes, the file has {size}: "
+                "download it again"
             )
         try:
             entries: dict[str, Any] = json.loads(stream.read(header_bytes))

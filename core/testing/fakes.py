@@ -51,8 +51,8 @@ class _Sequence:
 class FakeWorker:
     """Carries out step messages on toy requests. Follows the order of work of ``StepMessage`` to the letter.
 
-    ``lookahead`` drafts are proposed a row; each is right with probability ``skill``. ``windows``: cache groups, with the
-    number of tokens a query sees there, None for all.
+    ``lookahead`` drafts are proposed a row; each is right with probability ``skill``. ``windows``: cache groups, with
+    the number of tokens a query sees there, None for all.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Random lives of an engine under a scheduler: arrivals, turns, aborts, failing plans, a successor, until all is served.
+"""Random lives of an engine under a scheduler: arrivals, turns, aborts, failing plans, a successor, until all is done.
 
-Whatever the order of events, each request gets exactly the toy language's tokens, one ending and no more, no plan breaks
-a rule, and nothing is left behind. The device runs late and checks every read; see :mod:`hotswap.core.testing.fakes`.
+Whatever the order of events, each request gets exactly the toy language's tokens, one ending and no more, no plan
+breaks a rule, and nothing is left behind. The device runs late and checks every read; see
+:mod:`hotswap.core.testing.fakes`.
 """
 
 from collections.abc import Callable

@@ -47,7 +47,9 @@ def plan_pages(specs: Sequence[CacheSpec], num_bytes: int, constraints: CacheCon
     return CachePlan({spec.group: GroupPlan(num_pages, page_size) for spec in specs})
 
 
-def require_room(num_pages: int, page_size: int, page_bytes: int, num_bytes: int, constraints: CacheConstraints) -> None:
+def require_room(
+    num_pages: int, page_size: int, page_bytes: int, num_bytes: int, constraints: CacheConstraints,
+) -> None:
     """One request of ``max_model_len`` tokens must fit beside the dummy page, or it could never be served.
     ``page_bytes``: of one page in every group."""
     needed, available = pages_for(constraints.max_model_len, page_size) + 1, max(0, num_pages)
@@ -61,6 +63,6 @@ def require_room(num_pages: int, page_size: int, page_bytes: int, num_bytes: int
         enough = f"{enough_bytes} bytes ({-(-enough_bytes // 2**20)}MiB)"
     fits = (available - 1) * page_size
     raise ConfigError(
-        f"one request of max_model_len={constraints.max_model_len} tokens needs {needed} pages of {page_size} tokens, the "
-        f"dummy page included, but {given}; give at least {enough}"
+        f"one request of max_model_len={constraints.max_model_len} tokens needs {needed} pages of {page_size} tokens, "
+        f"the dummy page included, but {given}; give at least {enough}"
         + (f", or lower max_model_len to {fits}" if fits > 0 else ""), key)

@@ -32,7 +32,9 @@ class DecoderModel(Model):
     @classmethod
     def facts(cls, config: dict[str, Any]) -> ModelFacts:
         c = DecoderConfig.from_hf(config)
-        axes = {"heads": c.heads, "kv_heads": c.kv_heads, "mlp": c.mlp_size, "vocab": c.vocab_size, "layers": c.num_layers}
+        axes = {
+            "heads": c.heads, "kv_heads": c.kv_heads, "mlp": c.mlp_size, "vocab": c.vocab_size, "layers": c.num_layers,
+        }
         return ModelFacts(c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes)
 
     def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
@@ -129,7 +131,8 @@ class DecoderLayer:
         mlp = Axis("mlp", c.mlp_size)
         self.heads, self.kv_heads = (axis.part(mesh).count // c.head_dim for axis in (heads, kv_heads))
         self.qkv = ColumnLinear(
-            mesh, c.hidden_size, [("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)], c.qkv_bias, dtype, device)
+            mesh, c.hidden_size, [("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)],
+            c.qkv_bias, dtype, device)
         self.out = RowLinear(mesh, heads, c.hidden_size, c.out_bias, dtype, device)
         self.gate_up = ColumnLinear(
             mesh, c.hidden_size, [("gate_proj", mlp), ("up_proj", mlp)], c.mlp_bias, dtype, device)

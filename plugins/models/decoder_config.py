@@ -74,7 +74,8 @@ class DecoderConfig:
         head_dim = _positive(config, "head_dim", family.default_head_dim or hidden_size // heads)
         kv_heads = _positive(config, "num_key_value_heads", family.default_kv_heads or heads)
         if heads % kv_heads:
-            raise ConfigError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly", "num_key_value_heads")
+            raise ConfigError(
+                f"{heads} query heads cannot share {kv_heads} key-value heads evenly", "num_key_value_heads")
         if head_dim % 2:
             raise ConfigError(f"head size {head_dim} is odd, rotary embedding needs an even one", "head_dim")
         max_position = _positive(config, "max_position_embeddings", family.default_max_position)

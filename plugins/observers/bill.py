@@ -19,8 +19,8 @@ from hotswap.core.interfaces.messages import StepMessage, Verdict
 @dataclass
 class Invoice:
     """``computed_tokens``: positions that steps have computed for it, those after a preemption again, rejected drafts
-    too. ``page_seconds``: pages in its tables, integrated over time. ``step_seconds``: its share, by tokens, of the time
-    in which the device worked on its steps. Rows that were void when their step ended are not billed."""
+    too. ``page_seconds``: pages in its tables, integrated over time. ``step_seconds``: its share, by tokens, of the
+    time in which the device worked on its steps. Rows that were void when their step ended are not billed."""
 
     id: str
     tenant: str

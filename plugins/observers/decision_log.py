@@ -1,4 +1,4 @@
-"""The decision log: one JSON line an event, enough to replay every decision without the model and without the prompts."""
+"""The decision log: one JSON line an event, enough to replay every decision without the model and the prompts."""
 
 import hashlib
 import hmac
@@ -20,10 +20,11 @@ FORMAT = 1
 
 
 class DecisionLog(Observer):
-    """Writes arrivals, plans with reasons, verdicts, endings and exchanges, each with its clock reading, in one sequence.
+    """Writes arrivals, plans with reasons, verdicts, endings and exchanges, each with a clock reading, in one sequence.
 
-    Choose it to find out why a request waited, or to replay a server's traffic on a laptop. Prompts appear as digests of
-    their pages, keyed with a secret that is drawn anew for each log, so that equal prefixes can be seen and nothing else.
+    Choose it to find out why a request waited, or to replay a server's traffic on a laptop. Prompts appear as digests
+    of their pages, keyed with a secret that is drawn anew for each log, so that equal prefixes can be seen and nothing
+    else.
     """
 
     class Options(ComponentOptions):

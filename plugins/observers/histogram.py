@@ -6,7 +6,7 @@ from itertools import accumulate
 
 
 class Histogram:
-    """Written by one thread, read by any. ``bounds`` are the upper bounds of the buckets, ascending; above is one more."""
+    """Written by one thread, read by any. ``bounds``: the upper bounds of the buckets, ascending; above is one more."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -19,7 +19,8 @@ from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.request import FinishReason
 from hotswap.plugins.observers.histogram import Histogram, LastTokens
 
-_FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+_FAST_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 _SLOW_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _STEP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -87,7 +88,8 @@ class Metrics(Observer):
     """Counts requests, tokens, steps, cache hits and drafts, and serves them at ``/metrics``.
 
     Choose it whenever somebody watches. Every request ends in exactly one ``finished_reason``; the gauges are read off
-    the live requests when Prometheus asks, so that they cannot drift. Its own registry: nothing of the process is shown.
+    the live requests when Prometheus asks, so that they cannot drift. Its registry is its own: nothing of the process
+    is shown.
     """
 
     class Options(ComponentOptions):
@@ -174,7 +176,8 @@ class Metrics(Observer):
         rows = verdict.rows
         several = {row.request: len(row.kept) for row in rows if len(row.kept) > 1}
         gap = self._histograms["inter_token_latency_seconds"]
-        for seconds, tokens, requests in self._last_tokens.step({row.request for row in rows if row.kept}, several, time):
+        kept = {row.request for row in rows if row.kept}
+        for seconds, tokens, requests in self._last_tokens.step(kept, several, time):
             gap.observe(seconds / tokens, tokens * requests)
         drafts = [row for row in rows if row.drafted]
         if drafts:

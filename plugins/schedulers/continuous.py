@@ -1,4 +1,5 @@
-"""Continuous batching (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models", 2022)."""
+"""Continuous batching (Yu et al., 2022): the iteration-level scheduling of "Orca: A Distributed Serving System for
+Transformer-Based Generative Models"."""
 
 from hotswap.core.interfaces.scheduler import PlanContext, RequestView, StepPlan
 from hotswap.plugins.schedulers.base import QueueScheduler, Step

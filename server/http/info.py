@@ -84,7 +84,8 @@ async def detokenize(api: Api, request: Request) -> Response:
     body, headers = await api.body(request, DetokenizeBody)
     size, most = api.served.tokenizer.vocab_size, api.served.max_model_len
     if len(body.tokens) > most:
-        raise ApiError(400, f"tokens holds {len(body.tokens)} ids, more than the context of {most}; send fewer", "tokens")
+        raise ApiError(
+            400, f"tokens holds {len(body.tokens)} ids, more than the context of {most}; send fewer", "tokens")
     if wrong := [token_id for token_id in body.tokens if token_id >= size]:
         raise ApiError(400, f"tokens holds {wrong[0]}, but the tokenizer's ids go from 0 to {size - 1}", "tokens")
     text = await asyncio.to_thread(api.served.tokenizer.decode, body.tokens, False)

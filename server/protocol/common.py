@@ -23,8 +23,9 @@ INDIFFERENT = frozenset({"parallel_tool_calls"})
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_grammar": (),
-    "guided_json": (), "guided_regex": (), "kv_transfer_params": (), "length_penalty": (1.0,), "logits_processors": ([],),
-    "modalities": (["text"],), "mm_processor_kwargs": ({},), "prediction": (), "prompt_embeds": (),
+    "guided_json": (), "guided_regex": (), "kv_transfer_params": (), "length_penalty": (1.0,),
+    "logits_processors": ([],), "modalities": (["text"],), "mm_processor_kwargs": ({},), "prediction": (),
+    "prompt_embeds": (),
     "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,), "store": (False,), "structured_outputs": (), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "truncate_prompt_tokens": (), "use_beam_search": (False,),

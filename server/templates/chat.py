@@ -28,7 +28,8 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now, path: str = "chat_template",
+        self, source: str, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now,
+        path: str = "chat_template",
     ) -> None:
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer)

@@ -70,20 +70,23 @@ def test_a_wrong_value_hides_no_wrong_component():
     assert "5 problems" in message
     for part in (
         "seed: should be a valid integer", "kvcache.num_blocks: should be greater", "no scheduler is called 'nope'",
-        "kvcache.evicton: unknown key. Did you mean 'kvcache.eviction'?", "observers[1]: no observer is called 'nothing'",
+        "kvcache.evicton: unknown key. Did you mean 'kvcache.eviction'?",
+        "observers[1]: no observer is called 'nothing'",
     ):
         assert part in message
 
 
 def test_a_key_beside_a_component_without_options_is_told_which_keys_are_valid():
+    config = load_config({"model": "m", "attention": {"use": "torch", "xyz": 1}}, environ={}).config
     with pytest.raises(ConfigError, match=r"unknown key. Valid here: use\."):
-        check_config(load_config({"model": "m", "attention": {"use": "torch", "xyz": 1}}, environ={}).config, Registry())
+        check_config(config, Registry())
 
 
 def test_a_key_of_another_section_is_hinted_at_only_where_it_is_nearly_the_same():
     def told(section):
+        config = load_config({"model": "m", "kvcache": {"use": "paged", **section}}, environ={}).config
         with pytest.raises(ConfigError) as caught:
-            check_config(load_config({"model": "m", "kvcache": {"use": "paged", **section}}, environ={}).config, Registry())
+            check_config(config, Registry())
         return str(caught.value)
 
     assert told({"eviction": "lru"}) == "kvcache.eviction: unknown key. Valid here: block_size, memory, num_blocks."

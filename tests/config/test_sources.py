@@ -247,7 +247,9 @@ def test_the_given_mapping_is_not_changed():
     assert given == {"model": "m", "scheduler": {"use": "static"}}
 
 
-@pytest.mark.parametrize("text", ["model: &a {x: *a}", "model: &a [*a]", "{[a]: 1, [a]: 2}", "? {a: 1}\n: 2", "2024-13-45", "[" * 9999])
+@pytest.mark.parametrize("text", [
+    "model: &a {x: *a}", "model: &a [*a]", "{[a]: 1, [a]: 2}", "? {a: 1}\n: 2", "2024-13-45", "[" * 9999,
+])
 def test_values_that_no_config_can_hold_are_errors_too(file, text):
     with pytest.raises(ConfigError):
         load(file(text))

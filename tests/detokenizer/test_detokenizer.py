@@ -81,7 +81,9 @@ def test_any_bytes_at_all_give_what_decoding_at_once_gives(ids, sizes):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, SMOLLM2.vocab_size - 1), max_size=60), st.lists(st.integers(1, 4), min_size=1, max_size=5))
+@given(
+    st.lists(st.integers(0, SMOLLM2.vocab_size - 1), max_size=60),
+    st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_any_tokens_of_smollm2_give_what_decoding_at_once_gives(ids, sizes):
     assert "".join(pieces_of(SMOLLM2, ids, sizes)) == SMOLLM2.decode(ids)
 

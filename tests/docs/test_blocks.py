@@ -43,7 +43,8 @@ def hotswap_commands(line: str) -> list[list[str]]:
 
 def test_every_command_is_known(shell_line):
     words = [shlex.split(part, comments=True) for part in shell_line.split("&&")]
-    assert all(command[0] in OTHER_COMMANDS | {"curl"} or command[0].endswith("hotswap") for command in words if command)
+    programs = [command[0] for command in words if command]
+    assert all(program in OTHER_COMMANDS | {"curl"} or program.endswith("hotswap") for program in programs)
 
 
 def test_hotswap_commands_parse_and_their_configs_hold(shell_line, pages):
@@ -128,13 +129,16 @@ def test_the_tutorial_s_package_is_found_chosen_and_passes_its_tests(pages, tmp_
     def run(*command: str) -> str:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(pages.ROOT / "src")])}
         done = subprocess.run(
-            [sys.executable, "-m", *command], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300,
-            check=False)
+            [sys.executable, "-m", *command], capture_output=True, text=True, cwd=tmp_path, env=environment,
+            timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert re.search(r"queue_policy +smallest_first +hotswap-smallest-first +1.0 +queue_policy/1", run("hotswap", "plugins"))
+    row = r"queue_policy +smallest_first +hotswap-smallest-first +1.0 +queue_policy/1"
+    assert re.search(row, run("hotswap", "plugins"))
     checked = [run("hotswap", "config", "check", f"{number}.yaml") for number in range(len(configs))]
-    for name in ("queue_policy:ageing", "logits_processor:steer", "eviction_policy:newest_first", "observer:slow_steps"):
+    for name in (
+        "queue_policy:ageing", "logits_processor:steer", "eviction_policy:newest_first", "observer:slow_steps",
+    ):
         assert any(name in listing for listing in checked), name
     assert "passed" in run("pytest", "-q", "-p", "no:cacheprovider", "test_mine.py")

@@ -78,7 +78,8 @@ def test_every_config_key_is_documented_with_its_default(pages, configuration):
 
 def test_every_option_of_our_components_is_documented_with_its_default(pages, configuration, components):
     rows = pages.table(pages.section(configuration, "## Options of the components in the box"))
-    documented = {(pages.names(row[0])[0], pages.names(row[1])[0]): "".join(pages.names(row[2])) or row[2] for row in rows}
+    documented = {
+        (pages.names(row[0])[0], pages.names(row[1])[0]): "".join(pages.names(row[2])) or row[2] for row in rows}
     expected = {}
     for (kind, name), value in components.items():
         module, _, cls = value.partition(":")
@@ -188,7 +189,8 @@ def test_relative_links_lead_somewhere(pages, page):
 
 def test_files_that_the_pages_name_exist(pages, page):
     """Paths in backticks that begin with one of our folders."""
-    named = re.findall(r"`((?:core|plugins|server|lab|tests|benchmarks|examples|docs)/[\w/.*-]+)(?:::\w+)?`", pages.prose(page))
+    named = re.findall(
+        r"`((?:core|plugins|server|lab|tests|benchmarks|examples|docs)/[\w/.*-]+)(?:::\w+)?`", pages.prose(page))
     missing = [path for path in named if not list(pages.ROOT.glob(path.rstrip("/")))]
     assert not missing, missing
 
@@ -205,5 +207,6 @@ def test_tests_that_the_pages_name_exist(pages, page):
 
 def test_every_page_is_in_the_index(pages):
     index = (pages.ROOT / "docs/index.md").read_text("utf-8")
-    missing = [page.name for page in (pages.ROOT / "docs").glob("*.md") if page.name != "index.md" and page.name not in index]
+    names = {page.name for page in (pages.ROOT / "docs").glob("*.md")} - {"index.md"}
+    missing = [name for name in names if name not in index]
     assert not missing

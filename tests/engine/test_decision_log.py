@@ -14,7 +14,9 @@ from hotswap.core.testing.replay import Replay, read_log
 from hotswap.core.testing.rig import build, make_rig, random_prompt
 
 
-def record(path: Path, *, tokens: bool = False, depth: int = 2, lookahead: int = 2, seed: int = 3) -> list[dict[str, Any]]:
+def record(
+    path: Path, *, tokens: bool = False, depth: int = 2, lookahead: int = 2, seed: int = 3,
+) -> list[dict[str, Any]]:
     live = LiveComponents()
     live.add(build("observer", "decision_log", path=str(path), tokens=tokens, page_size=4))
     rig = make_rig("chunked", "prefix", num_pages=1 + 33, page_size=4, depth=depth, lookahead=lookahead, max_running=6,
@@ -24,7 +26,8 @@ def record(path: Path, *, tokens: bool = False, depth: int = 2, lookahead: int =
     for turn in range(80):
         if turn % 2 == 0:
             prompt = random_prompt(rng, 30, shared)
-            rig.add(f"r{turn}", prompt, rng.randrange(10, 60), eos_token_ids=frozenset([5] if turn % 8 == 0 else []), priority=rng.randrange(2))
+            rig.add(f"r{turn}", prompt, rng.randrange(10, 60),
+                    eos_token_ids=frozenset([5] if turn % 8 == 0 else []), priority=rng.randrange(2))
         if turn in (23, 57):
             rig.loop.abort(f"r{turn - 1}")
         rig.loop.turn()

@@ -1,4 +1,4 @@
-"""Random traffic through the real loop on the late, poisoned fake device: the broadest check of the host's contracts."""
+"""Random traffic through the real loop on a late, poisoned fake device: the broadest check of the host's contracts."""
 
 import random
 from collections import Counter

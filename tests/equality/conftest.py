@@ -62,7 +62,7 @@ class Counting(Observer):
 
 @dataclass
 class Reference:
-    """transformers' logits for the tokens that were generated: its own greedy choice and the margin at each position."""
+    """transformers' logits for the tokens that were generated: its own greedy choice and the margin at each place."""
 
     model: Any
     _known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, float]]] = field(default_factory=dict)
@@ -98,7 +98,8 @@ class TieBook:
         for place, (token, (best, ahead)) in enumerate(zip(output, reference(prompt, output), strict=True)):
             self.compared += 1
             if token != best:
-                assert ahead < NEAR_TIE, f"token {place} is {token}, transformers says {best}, which is {ahead:.4f} ahead"
+                assert ahead < NEAR_TIE, (
+                    f"token {place} is {token}, transformers says {best}, which is {ahead:.4f} ahead")
                 self.near_ties += 1
 
     def check(self) -> None:

@@ -35,7 +35,8 @@ def solo(run: Any, tiny: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("scheduler", "kv", "speculator", "depth"),
-    [*itertools.product(["static", "chunked"], ["prefix"], ["none", "ngram"], [1, 2]), ("continuous", "paged", "ngram", 2)])
+    [*itertools.product(["static", "chunked"], ["prefix"], ["none", "ngram"], [1, 2]),
+     ("continuous", "paged", "ngram", 2)])
 def test_seeded_requests_get_the_tokens_that_they_get_alone(
     run: Any, tiny: Any, solo: list[list[int]], scheduler: str, kv: str, speculator: str, depth: int,
 ) -> None:

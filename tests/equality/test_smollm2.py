@@ -40,7 +40,7 @@ others chosen by search."""
 MAX_TOKENS = 12
 PAGE_SIZE, MAX_MODEL_LEN = 4, 96
 PAGES = {"contiguous": 6 * 32, "paged": 28, "prefix": 35}
-"""Too few for all at once, except for the contiguous manager; with sharing, some must be left to keep what was cached."""
+"""Too few for all at once, but for the contiguous manager; with sharing, some must be left to keep what was cached."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

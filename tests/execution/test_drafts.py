@@ -99,7 +99,9 @@ def test_tokens_after_an_end_of_text_inside_a_block_are_left_to_the_host(make_ho
     assert host.step()["d"].kept == answers["d"][:4]
 
 
-def test_logprobs_of_accepted_drafts_are_those_of_their_positions(make_host, script, plans, prompts, answers, reference):
+def test_logprobs_of_accepted_drafts_are_those_of_their_positions(
+    make_host, script, plans, prompts, answers, reference,
+):
     host = make_host(speculator=script(plans["half"]))
     host.new("d", prompts["d"], SamplingParams(temperature=0, logprobs=1))
     host.row("d", 9, drafts=3)

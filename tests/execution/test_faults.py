@@ -266,7 +266,8 @@ SETTINGS = WorkerSettings("bfloat16", "cpu", 64, 64, 4)
 
 class Narrow(TorchAttention):
     def support(self):
-        return AttentionSupport(devices=("cuda",), dtypes=("float16",), head_dims=(64, 128), windows=False, softcap=False)
+        return AttentionSupport(
+            devices=("cuda",), dtypes=("float16",), head_dims=(64, 128), windows=False, softcap=False)
 
 
 def test_everything_that_a_backend_does_not_support_is_listed_at_the_start():

@@ -227,7 +227,8 @@ def test_num_blocks_too_small_for_one_request_names_the_key_and_a_length_that_fi
     with pytest.raises(ConfigError, match="lower max_model_len to 96") as error:
         PagedKVCache().configure([CacheSpec("full", (0,), 1, 8, 32)], 0, CacheConstraints(256, 4, num_pages=7))
     assert error.value.path == "kvcache.num_blocks"
-    assert "needs 17 pages of 16 tokens, the dummy page included, but kvcache.num_blocks is 7; give at least 17, or" in str(error.value)
+    told = "needs 17 pages of 16 tokens, the dummy page included, but kvcache.num_blocks is 7; give at least 17, or"
+    assert told in str(error.value)
     assert "bytes" not in str(error.value)
 
 

@@ -69,8 +69,8 @@ def smollm2_reference():
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, bos_token_id=1, eos_token_id=2, pad_token_id=2,
-        attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        bos_token_id=1, eos_token_id=2, pad_token_id=2, attn_implementation="eager",
     )
     names = {
         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",

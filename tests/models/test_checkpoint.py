@@ -30,7 +30,9 @@ class TestNames:
         with pytest.raises(ConfigError, match="smollm2-135m-instruct|neither config.json"):
             open_checkpoint(name)
 
-    @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/model.gguf", "model.gguf", "owner/model.gguf", "~/x", "a/b/c", "../x"])
+    @pytest.mark.parametrize("path", [
+        "./nowhere", "/nowhere/model.gguf", "model.gguf", "owner/model.gguf", "~/x", "a/b/c", "../x",
+    ])
     def test_a_path_to_nothing_is_no_unknown_model(self, path):
         with pytest.raises(ConfigError, match="there is no file or directory") as caught:
             open_checkpoint(path)
@@ -108,8 +110,8 @@ def test_a_checkpoint_without_tokenizer_opens_and_says_so_when_asked(make_checkp
 
 @pytest.mark.parametrize("write, expected", [
     (lambda d: add_tokenizer(d, chat_template="one"), "one"),
-    (lambda d: add_tokenizer(d, chat_template=[{"name": "tool", "template": "x"}, {"name": "default", "template": "two"}]),
-     "two"),
+    (lambda d: add_tokenizer(d, chat_template=[
+        {"name": "tool", "template": "x"}, {"name": "default", "template": "two"}]), "two"),
     (lambda d: (add_tokenizer(d, chat_template="one"), (d / "chat_template.jinja").write_text("three")), "three"),
     (add_tokenizer, None),
 ])

@@ -16,8 +16,8 @@ NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-    "lm_head": "output",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
 }
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # rows of whole blocks of 32
 
@@ -91,7 +91,9 @@ def test_a_llama_in_both_formats_gives_the_same_logits(kind, cosine, make_checkp
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16"])
+@pytest.mark.parametrize("kind", [
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16",
+])
 def test_every_block_format_is_read_as_the_format_says(kind, tmp_path):
     kind = GGMLQuantizationType[kind]
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
@@ -166,7 +168,8 @@ def test_a_file_that_was_cut_off_is_an_error_with_both_sizes(lost, make_checkpoi
     file = write_gguf(tmp_path / "m.gguf", theirs)
     data = file.read_bytes()
     file.write_bytes(data[:-lost])
-    with pytest.raises(ModelLoadError, match=rf"truncated: its tensors need {len(data)} bytes, the file has {len(data) - lost}"):
+    told = rf"truncated: its tensors need {len(data)} bytes, the file has {len(data) - lost}"
+    with pytest.raises(ModelLoadError, match=told):
         open_checkpoint(str(file))
 
 

@@ -26,7 +26,9 @@ def test_smollm2_is_described_in_hugging_face_terms(smollm2):
     assert smollm2.warnings == []
 
 
-@pytest.mark.parametrize("text", ["Hello world", "don't I'LL  tab\t\n\n end ", "né 日本語 🙂", "year 1234, x  56 789", ""])
+@pytest.mark.parametrize("text", [
+    "Hello world", "don't I'LL  tab\t\n\n end ", "né 日本語 🙂", "year 1234, x  56 789", "",
+])
 def test_every_text_survives_the_round_trip(smollm2, text):
     tokenizer = smollm2.tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -50,7 +50,9 @@ def test_no_text_has_fewer_tokens_than_is_said(backend):
     assert tokenizer.least_tokens("a" * 1000) > 10
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-    @given(st.lists(st.sampled_from(["a", "aaaa", "b", "\x04", " ", "<x>", "α\u0313\u0300\u0345", "가", "ạ̈", "İ", "🙂"])).map("".join))
+    @given(st.lists(st.sampled_from([
+        "a", "aaaa", "b", "\x04", " ", "<x>", "α\u0313\u0300\u0345", "가", "ạ̈", "İ", "🙂",
+    ])).map("".join))
     def run(text):
         assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
@@ -81,8 +83,8 @@ def removing():
 
 
 @pytest.mark.parametrize("backend", [
-    Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")), unknown_pieces(), dropping(), stripping(), removing(),
-    byte_level(rstrip=True), byte_level(without="\u0122"),
+    Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")), unknown_pieces(), dropping(), stripping(),
+    removing(), byte_level(rstrip=True), byte_level(without="\u0122"),
 ])
 def test_rules_that_drop_or_join_text_without_limit_say_nothing(backend):
     assert Tokenizer(backend).least_tokens("a" * 10**6) == 0

@@ -35,7 +35,8 @@ def test_a_shard_that_was_cut_off_is_an_error_with_both_sizes(make_checkpoint, r
     size = shard.stat().st_size
     with shard.open("r+b") as file:
         file.truncate(size - 1024)
-    with pytest.raises(ModelLoadError, match=rf"{shard.name} is truncated: expected {size} bytes, actual {size - 1024}"):
+    told = rf"{shard.name} is truncated: expected {size} bytes, actual {size - 1024}"
+    with pytest.raises(ModelLoadError, match=told):
         reference.load_decoder(directory)
 
 
@@ -84,12 +85,15 @@ def test_all_missing_tensors_are_listed(make_checkpoint, reference):
 def test_a_misshaped_tensor_is_named_with_both_shapes(make_checkpoint, reference):
     _, directory = make_checkpoint()
     edit_config(directory, intermediate_size=100)
-    with pytest.raises(ModelLoadError, match=r"mlp.gate_proj.weight has shape \(96, 64\), the config promises \(100, 64\)"):
+    told = r"mlp.gate_proj.weight has shape \(96, 64\), the config promises \(100, 64\)"
+    with pytest.raises(ModelLoadError, match=told):
         reference.load_decoder(directory)
 
 
-@pytest.mark.parametrize("name", ["lm_head.bias", "model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.weight",
-                                  "model.layers.0.self_attn.q_norm.weight"])
+@pytest.mark.parametrize("name", [
+    "lm_head.bias", "model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.weight",
+    "model.layers.0.self_attn.q_norm.weight",
+])
 def test_a_tensor_that_the_config_does_not_promise_is_refused(make_checkpoint, reference, name):
     _, directory = make_checkpoint()
     edit(directory, lambda tensors: tensors.update({name: torch.full((128,), 5.0)}))

@@ -119,7 +119,8 @@ def test_auto_is_noted(check):
 def test_what_the_attention_backend_does_not_take_is_refused_with_the_key_to_change(check):
     message = refusal(check, attention="chip", device="cpu", dtype="float16", kvcache={"use": "fake", "block_size": 7})
     for part in (
-        "device: attention:chip does not take 'cpu', but chip", "dtype: attention:chip does not take 'float16', but bfloat16",
+        "device: attention:chip does not take 'cpu', but chip",
+        "dtype: attention:chip does not take 'float16', but bfloat16",
         "kvcache.block_size: attention:chip does not take 7, but 16, 32",
     ):
         assert part in message
@@ -128,7 +129,9 @@ def test_what_the_attention_backend_does_not_take_is_refused_with_the_key_to_cha
 
 
 def test_options_of_another_component_of_the_kind_are_refused(check):
-    for section, other in (("kvcache", {"use": "paged", "eviction": "lru"}), ("scheduler", {"use": "continuous", "max_chunk": 8})):
+    for section, other in (
+        ("kvcache", {"use": "paged", "eviction": "lru"}), ("scheduler", {"use": "continuous", "max_chunk": 8}),
+    ):
         assert f"{section}.{[*other][1]}: unknown key" in refusal(check, **{section: other})
 
 

@@ -37,7 +37,7 @@ RIVAL = """
 
 @pytest.fixture
 def load(parts, install):
-    """Loads a config of fake parts, in which the schedulers plain (pace) and paced (pace, policy) are installed, too."""
+    """Loads a config of fake parts; the schedulers plain (pace) and paced (pace, policy) are installed, too."""
     install("rival", {
         "hotswap.scheduler": {"plain": "rival:PlainScheduler", "paced": "rival:PacedScheduler"},
         "hotswap.queue_policy": {"weighted": "rival:WeightedPolicy"},
@@ -80,7 +80,8 @@ def test_a_variable_exchanges_as_a_flag_does(load):
 
 def test_options_of_the_environment_give_way_to_a_flag_but_not_to_the_file_s_component(load):
     told = {"HOTSWAP_SCHEDULER__POLICY": "forking"}
-    assert "scheduler.policy of environment HOTSWAP_SCHEDULER__POLICY" in load("fake", "scheduler=plain", **told).warnings[0]
+    left_out = load("fake", "scheduler=plain", **told).warnings[0]
+    assert "scheduler.policy of environment HOTSWAP_SCHEDULER__POLICY" in left_out
     assert refusal(load("plain", **told)).startswith("scheduler.policy: unknown key")
 
 

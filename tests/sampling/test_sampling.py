@@ -113,7 +113,8 @@ def test_any_mixture_of_parameters_gives_each_row_its_own_distribution(data: st.
 def test_a_row_gets_the_same_token_alone_and_among_seven_others(make_batch: Any) -> None:
     logits = random_logits(8, 3000, seed=9)
     params = [SamplingParams(top_p=0.9), GREEDY, SamplingParams(), SamplingParams(top_k=3), SamplingParams(min_p=0.1),
-              SamplingParams(top_p=0.5, top_k=400), SamplingParams(temperature=50.0, top_p=0.99), SamplingParams()]  # fmt: skip
+              SamplingParams(top_p=0.5, top_k=400), SamplingParams(temperature=50.0, top_p=0.99),
+              SamplingParams()]  # fmt: skip
     seeds, positions = np.arange(100, 108), np.arange(8) * 11
     together = sample(logits, make_batch(params, seeds, positions)).tokens
     order = np.random.default_rng(0).permutation(8)

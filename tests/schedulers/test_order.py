@@ -63,7 +63,7 @@ def test_fcfs_never_suspends_for_a_newcomer() -> None:
 
 
 def test_growth_suspends_no_more_than_needed_and_does_not_thrash() -> None:
-    """Two requests of 60 + 60 tokens, room for 156: one suspension, and not many more steps than one after the other."""
+    """Two requests of 60 + 60 tokens, room for 156: one suspension, and few more steps than one after the other."""
     rig = make_rig("chunked", num_pages=1 + 39, page_size=4, max_batch_tokens=128)
     requests = [rig.add(f"r{i}", [i + 1] * 60, 60) for i in range(2)]
     states = list(rig.loop.pool.states.values())
@@ -74,7 +74,7 @@ def test_growth_suspends_no_more_than_needed_and_does_not_thrash() -> None:
 
 
 def test_a_fence_does_not_start_a_cascade_of_suspensions() -> None:
-    """Pages of a victim in flight come back only with its fence; until then the plan waits instead of suspending more."""
+    """Pages of a victim in flight come back only with its fence; until then the plan waits rather than suspend more."""
     rig = make_rig("chunked", "paged", num_pages=1 + 36, page_size=4, depth=2, max_running=6)
     requests = [rig.add(f"r{i}", [i + 1] * 20, 30) for i in range(6)]
     rig.run()

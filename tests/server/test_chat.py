@@ -134,7 +134,9 @@ def test_templates_in_requests_are_off_by_default(server, start, engine):
     allowing = start(allow_request_chat_template=True)
     assert allowing.chat("x", chat_template="hi {{ messages[0].content }}").status_code == 200
     assert engine.tokenizer.decode(engine.requests[-1].prompt_token_ids) == "hi x"
-    for hostile in ("{{ ''.__class__.__mro__[1].__subclasses__().x }}", "{% for i in range(10**9) %}{% endfor %}", "{% x"):
+    for hostile in (
+        "{{ ''.__class__.__mro__[1].__subclasses__().x }}", "{% for i in range(10**9) %}{% endfor %}", "{% x",
+    ):
         assert allowing.chat("x", chat_template=hostile).status_code == 400
     assert allowing.chat("x").status_code == 200
 
@@ -149,7 +151,8 @@ def test_template_variables_are_passed_on(start, engine):
     {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"tool_choice": "required"},
     {"functions": [{"name": "f"}]}, {"response_format": {"type": "json_object"}}, {"structured_outputs": {"json": {}}},
     {"audio": {"voice": "x"}}, {"modalities": ["audio"]}, {"reasoning_effort": "high"}, {"store": True},
-    {"web_search_options": {}}, {"prediction": {"type": "content"}}, {"truncate_prompt_tokens": 5}, {"use_beam_search": True},
+    {"web_search_options": {}}, {"prediction": {"type": "content"}}, {"truncate_prompt_tokens": 5},
+    {"use_beam_search": True},
 ])
 def test_what_is_not_honoured_yet_is_refused_by_name(server, fields):
     (name,) = fields

@@ -120,7 +120,8 @@ def test_prompt_logprobs_keep_their_null(server):
 
 
 def test_prompt_logprobs_are_refused_in_a_stream_which_has_no_place_for_them(server):
-    for answer in (server.complete("hi", prompt_logprobs=1, stream=True), server.chat("hi", prompt_logprobs=1, stream=True)):
+    for ask in (server.complete, server.chat):
+        answer = ask("hi", prompt_logprobs=1, stream=True)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "prompt_logprobs"
     assert server.complete("hi", echo=True, logprobs=1, stream=True).status_code == 200

@@ -49,21 +49,24 @@ def test_a_large_body_sent_in_chunks_is_refused_too(start):
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("fields", "param"), [
     ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"), ({"top_p": 1.01}, "top_p"),
-    ({"top_p": -0.1}, "top_p"), ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 1000}, "n"), ({"max_tokens": -1}, "max_tokens"),
-    ({"logit_bias": {"999999999": 1}}, "logit_bias"), ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"5": 101}}, "logit_bias"), ({"allowed_token_ids": []}, "allowed_token_ids"),
-    ({"allowed_token_ids": [260]}, "allowed_token_ids"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs"), ({"logprobs": 21}, "logprobs"), ({"seed": 2**70}, "seed"),
+    ({"top_p": -0.1}, "top_p"), ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 1000}, "n"),
+    ({"max_tokens": -1}, "max_tokens"), ({"logit_bias": {"999999999": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"), ({"allowed_token_ids": [260]}, "allowed_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"), ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"logprobs": 21}, "logprobs"), ({"seed": 2**70}, "seed"),
     ({"stop": [""]}, "stop"), ({"stop": ["x" * 10000]}, "stop"), ({"stop": ["x"] * 100}, "stop"), ({"stop": 5}, "stop"),
     ({"priority": 1.5}, "priority"), ({"priority": 2**40}, "priority"), ({"min_tokens": 50}, "min_tokens"),
     ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 3}, "presence_penalty"),
     ({"extra": {"nothing": {}}}, "extra.nothing"), ({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"),
-    ({"prompt": {}}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": None}, "prompt"),
-    ({"prompt": [260]}, "prompt"), ({"prompt": "x" * 511, "max_tokens": 5}, "max_tokens"), ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ({"prompt": {}}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [-1]}, "prompt"),
+    ({"prompt": None}, "prompt"), ({"prompt": [260]}, "prompt"),
+    ({"prompt": "x" * 511, "max_tokens": 5}, "max_tokens"), ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"stream_options": {"include_usage": 3}}, "stream_options"), ({"cache_salt": 5}, "cache_salt"),
     ({"prompt": ["x"] * 2000}, "prompt"), ({"prompt": ["x"] * 200, "n": 100}, "n"), ({"prompt": [True]}, "prompt"),
-    ({"prompt": [1.0]}, "prompt"), ({"prompt": [[1], []]}, "prompt"), ({"echo": "yes"}, "echo"), ({"stream": 1}, "stream"),
-    ({"user": 5}, "user"), ({"metadata": "x"}, "metadata"), ({"temperature": True}, "temperature"), ({"n": 1.0}, "n"),
+    ({"prompt": [1.0]}, "prompt"), ({"prompt": [[1], []]}, "prompt"), ({"echo": "yes"}, "echo"),
+    ({"stream": 1}, "stream"), ({"user": 5}, "user"), ({"metadata": "x"}, "metadata"),
+    ({"temperature": True}, "temperature"), ({"n": 1.0}, "n"),
     ({"max_tokens": "5"}, "max_tokens"), ({"ignore_eos": 1}, "ignore_eos"), ({"stop": ["a", 5]}, "stop"),
     ({"bad_words": [""]}, "bad_words"), ({"bad_words": ["x"] * 2000}, "bad_words"),
 ])
@@ -76,9 +79,9 @@ def test_what_cannot_be_served_is_refused_by_name_before_the_first_byte(server, 
 @pytest.mark.parametrize("body", [
     b'{"prompt": "x", "metadata": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", b"[" * 10_000, b'{"a":' * 10_000,
     b'{"prompt": "x", "tools": ' + b'{"a":[' * 60 + b"]}" * 60 + b"}",
-    b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}', b'{"prompt": "x", "seed": 1e999}',
-    b'{"prompt": "\\ud800"}', b'{"prompt": "x", "stop": "\\udfff"}', b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}",
-    b'{"prompt": "x", "temperature": 1e400}', b"\x80\x04K\x01.",
+    b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}',
+    b'{"prompt": "x", "seed": 1e999}', b'{"prompt": "\\ud800"}', b'{"prompt": "x", "stop": "\\udfff"}',
+    b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}", b'{"prompt": "x", "temperature": 1e400}', b"\x80\x04K\x01.",
 ])
 def test_hostile_json_is_refused_and_the_server_lives(server, body):
     headers = {"content-type": "application/json"}
@@ -88,7 +91,9 @@ def test_hostile_json_is_refused_and_the_server_lives(server, body):
 
 def test_ids_are_checked_against_the_width_of_the_logits_not_the_tokenizers_size(start):
     server = start(served={"vocab_size": 200})
-    for fields in ({"allowed_token_ids": [205]}, {"logit_bias": {"205": 1}}, {"stop_token_ids": [205]}, {"prompt": [205]}):
+    for fields in (
+        {"allowed_token_ids": [205]}, {"logit_bias": {"205": 1}}, {"stop_token_ids": [205]}, {"prompt": [205]},
+    ):
         assert_error(server.complete(**fields), 400)
     assert server.complete(allowed_token_ids=[199], logit_bias={"199": 1}, stop_token_ids=[199]).status_code == 200
 

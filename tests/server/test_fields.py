@@ -111,7 +111,8 @@ EFFECTS: dict[str, Callable[[Client], bool]] = {
     "top_p": lambda c: c.text(**HOT, top_p=1e-6) == c.text() != c.text(**HOT),
     "top_k": lambda c: c.text(**HOT, top_k=1) == c.text() != c.text(**HOT),
     "min_p": lambda c: c.text(**HOT, min_p=1.0) == c.text() != c.text(**HOT),
-    "typical_p": lambda c: c.text(**HOT, typical_p=1e-6) == c.text(**{**HOT, "seed": 2}, typical_p=1e-6) != c.text(**HOT),
+    "typical_p": lambda c: (
+        c.text(**HOT, typical_p=1e-6) == c.text(**{**HOT, "seed": 2}, typical_p=1e-6) != c.text(**HOT)),
     "presence_penalty": lambda c: c.repeats(presence_penalty=2.0) < c.repeats(),
     "frequency_penalty": lambda c: c.repeats(frequency_penalty=2.0) < c.repeats(),
     "repetition_penalty": lambda c: c.repeats(repetition_penalty=10.0) < c.repeats(),

@@ -62,7 +62,9 @@ def test_logprobs_are_written_where_a_line_asks_for_them(served, tmp_path):
 def test_bad_lines_are_named_before_any_work_starts(served, tmp_path, engine):
     with pytest.raises(ConfigError) as caught:
         answers(served, tmp_path, {"prompt": "ok"}, "{", "[1]", {"text": "x"}, {"prompt": "x", "messages": []})
-    for words in ("line 2: ", "line 3: expected a JSON object", "line 4: unknown field 'text'", "line 5: expected either"):
+    for words in (
+        "line 2: ", "line 3: expected a JSON object", "line 4: unknown field 'text'", "line 5: expected either",
+    ):
         assert words in str(caught.value)
     assert "line 1:" not in str(caught.value)
     with pytest.raises(ConfigError) as caught:
@@ -74,8 +76,9 @@ def test_bad_lines_are_named_before_any_work_starts(served, tmp_path, engine):
 
 def test_every_field_of_every_line_is_checked_before_the_model_is_loaded(tmp_path):
     source = tmp_path / "in.jsonl"
-    lines = [{"prompt": "ok"}, {"prompt": "x", "temperature": -1}, {"prompt": [True]}, {"messages": [{"role": "wizard"}]},
-             {"messages": 5}, {"prompt": "x", "stop": 5}, {"prompt": "x", "temprature": 1}]
+    lines = [{"prompt": "ok"}, {"prompt": "x", "temperature": -1}, {"prompt": [True]},
+             {"messages": [{"role": "wizard"}]}, {"messages": 5}, {"prompt": "x", "stop": 5},
+             {"prompt": "x", "temprature": 1}]
     source.write_text("\n".join(map(json.dumps, lines)) + '\n{"prompt": "x", "seed": ' + "9" * 5000 + "}")
     with pytest.raises(ConfigError) as caught:
         generate.read_lines(source)

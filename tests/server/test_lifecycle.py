@@ -96,7 +96,8 @@ def test_an_engine_that_was_stopped_answers_503(server, engine):
 
 def test_an_aborted_stream_ends_with_an_error_event(server, engine):
     engine.step_s = 0.01
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 400, "stream": True}) as s:
+    body = {"prompt": "x", "max_tokens": 400, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as s:
         lines = s.iter_lines()
         next(lines)
         engine.abort(engine.requests[0].id)

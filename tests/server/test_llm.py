@@ -21,7 +21,9 @@ def llm(engine):
 
 def test_one_prompt_or_many_as_text_or_token_ids(llm, engine):
     ids = engine.tokenizer.encode("two")
-    for prompts, texts in (("one", ["one"]), (["one", "two"], ["one", "two"]), (ids, [None]), ([ids, "x"], [None, "x"])):
+    for prompts, texts in (
+        ("one", ["one"]), (["one", "two"], ["one", "two"]), (ids, [None]), ([ids, "x"], [None, "x"]),
+    ):
         results = llm.generate(prompts, max_tokens=3)
         assert [result.prompt for result in results] == texts
         assert all(result.finished for result in results)
@@ -113,7 +115,8 @@ def test_messages_are_checked_as_over_http(llm):
 
 
 @pytest.mark.parametrize(("args", "fields", "source", "flags"), [
-    ((), {"model": "tiny"}, {"model": "tiny"}, []), (("tiny",), {"dtype": "float32"}, {"model": "tiny"}, ['dtype="float32"']),
+    ((), {"model": "tiny"}, {"model": "tiny"}, []),
+    (("tiny",), {"dtype": "float32"}, {"model": "tiny"}, ['dtype="float32"']),
     (({"model": "a"},), {"model": "b"}, {"model": "a"}, ['model="b"']), (("c.yaml",), {}, "c.yaml", []),
 ])
 def test_a_model_may_be_given_by_the_keyword(monkeypatch, args, fields, source, flags):

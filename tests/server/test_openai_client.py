@@ -23,8 +23,8 @@ def test_chat(client):
 
 def test_chat_in_a_stream(client):
     stream = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], max_tokens=4, stream=True,
-        stream_options={"include_usage": True})
+        model="tiny", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], max_tokens=4,
+        stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "abcd"

@@ -20,7 +20,8 @@ def built(tokenizer: Tokenizer, stated: dict[str, object], **server: object) -> 
     return SimpleNamespace(
         resolved=load_config({"model": "owner/name", "dtype": "float32", "seed": 5, "server": server}, environ={}),
         engine=None, checkpoint=checkpoint, facts=SimpleNamespace(vocab_size=260), max_model_len=64, request_options={},
-        components=SimpleNamespace(listing=list, observers=SimpleNamespace(notify=lambda *a, **k: None)), notes=["a note"], warnings=[], honoured=frozenset())
+        components=SimpleNamespace(listing=list, observers=SimpleNamespace(notify=lambda *a, **k: None)),
+        notes=["a note"], warnings=[], honoured=frozenset())
 
 
 def test_loading_is_logged_with_its_time_and_what_was_built_is_stopped(engine, monkeypatch, caplog):
@@ -71,7 +72,8 @@ def test_a_broken_template_stops_the_start(engine):
 
 def test_bad_words_are_banned_at_the_beginning_and_behind_a_space(engine):
     frontend = Frontend(Served("tiny", engine, engine.tokenizer, 260, 64))
-    (request,) = frontend.requests("x", [_prompt(engine, "a")], frontend.sampling({"bad_words": ["no"], "max_tokens": 1}))
+    sampling = frontend.sampling({"bad_words": ["no"], "max_tokens": 1})
+    (request,) = frontend.requests("x", [_prompt(engine, "a")], sampling)
     assert set(request.bad_words_token_ids) == {tuple(engine.tokenizer.encode(word)) for word in ("no", " no")}
 
 
@@ -92,5 +94,6 @@ def test_nothing_in_the_package_unpickles():
     root = Path(__file__).parents[2]
     for folder in ("core", "plugins", "server"):
         for file in (root / folder).rglob("*.py"):
-            assert not re.search(r"^\s*(import|from) (pickle|dill|cloudpickle|marshal|shelve)\b|recv_pyobj|weights_only=False",
-                                 file.read_text(), re.M), file
+            assert not re.search(
+                r"^\s*(import|from) (pickle|dill|cloudpickle|marshal|shelve)\b|recv_pyobj|weights_only=False",
+                file.read_text(), re.M), file

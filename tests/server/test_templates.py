@@ -35,7 +35,8 @@ def test_smollm2s_template_gives_what_transformers_gives():
 
     reference = PreTrainedTokenizerFast(tokenizer_object=SMOLLM2.backend)
     reference.chat_template = CHECKPOINT.chat_template
-    chat = [{"role": "system", "content": "Be brief."}, user("Hi, 🙂!"), {"role": "assistant", "content": "Yes."}, user("x")]
+    chat = [{"role": "system", "content": "Be brief."}, user("Hi, 🙂!"),
+            {"role": "assistant", "content": "Yes."}, user("x")]
     for messages in (chat, chat[1:], chat[3:]):
         expected = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         assert template().encode(messages) == expected
@@ -191,7 +192,8 @@ def test_the_last_message_can_be_continued():
     chat = [user("Count."), {"role": "assistant", "content": "One, two, "}]
     end = SMOLLM2.token_to_id("<|im_end|>")
     open_, closed = (
-        template().encode(chat, add_generation_prompt=not go_on, continue_final_message=go_on) for go_on in (True, False))
+        template().encode(chat, add_generation_prompt=not go_on, continue_final_message=go_on)
+        for go_on in (True, False))
     assert SMOLLM2.decode(open_).endswith("assistant\nOne, two, ")
     assert closed.count(end) == open_.count(end) + 1
     assert SMOLLM2.decode(closed).endswith("assistant\n")
