@@ -1,0 +1,76 @@
+"""Every config of ``examples/`` is started through the real server, and answers."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "examples").glob("*.yaml"))
+START_TIMEOUT_S, STOP_TIMEOUT_S = 120, 60
+
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+
+
+@pytest.fixture
+def serve():
+    """``serve(config)`` -> (process, base URL) of a server that is ready; what a test leaves running is killed."""
+    started = []
+
+    def start(config):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hotswap", "serve", str(config), "--port", "0"],
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+        started.append(process)
+        return process, address(process)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def address(process):
+    """Where it serves, once it is ready. Its log is read to the end, so that it never waits for us."""
+    log, found = [], threading.Event()
+
+    def read():
+        for line in process.stderr:
+            log.append(line)
+            if re.search(r"serving \S+ on http", line):
+                found.set()
+        found.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    assert found.wait(START_TIMEOUT_S), "".join(log)
+    match = re.search(r"serving \S+ on (http://127\.0\.0\.1:\d+)", "".join(log))
+    assert match, "".join(log)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while httpx.get(f"{match[1]}/ready").status_code != 200:
+        assert process.poll() is None and time.monotonic() < deadline, "".join(log)
+        time.sleep(0.05)
+    return match[1]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_it_starts_answers_and_ends(serve, config):
+    process, url = serve(config)
+    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12,
+                "temperature": 0, "model": "smollm2-135m-instruct"}
+    with httpx.Client(base_url=url, timeout=120) as client:
+        for choices in (1, 2):  # the second time some of it may come from a cache
+            answer = client.post("/v1/chat/completions", json={**question, "n": choices})
+            assert answer.status_code == 200, answer.text
+            for choice in answer.json()["choices"]:
+                assert "Paris" in choice["message"]["content"]
+        assert client.get("/health").status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(STOP_TIMEOUT_S) == 0
