@@ -31,6 +31,10 @@ class BatchLayout:
     ``kv_lens_max`` and ``query_lens`` are the host's (upper bounds where the device is ahead). ``uniform_query_len``:
     the rows' common query length, None where they differ. ``num_rows`` and ``num_tokens`` count what is real; padding
     rows follow, live in the dummy page and are computed like any other. Rows with a query length of 0 do not occur.
+
+    ``static``: the step is captured in a graph, or replayed from one. Its tensors then keep their addresses for every
+    step of as many rows and of the same uniform query length, and so must the buffers that ``plan`` derives from them;
+    the host's numbers are bounds, the same in every such step.
     """
 
     query_starts: "torch.Tensor"
@@ -42,3 +46,4 @@ class BatchLayout:
     query_lens: list[int]
     kv_lens_max: list[int]
     uniform_query_len: int | None = None
+    static: bool = False

@@ -85,6 +85,7 @@ class Verdict:
     """``rows``: one for each row of the message, in its order; empty where ``error`` is set.
 
     ``durations``: seconds of the step's parts ("prepare", "propose", "forward", "sample"), by the worker's clock.
+    ``counts``: what happened in the step, by name ("graph_replays" …); observers add them up.
 
     ``error`` means that the whole step failed: each of its requests ends with it, the engine goes on.
     """
@@ -94,4 +95,5 @@ class Verdict:
     suspended: list[Suspended] = field(default_factory=list)
     finished_transfers: list[str] = field(default_factory=list)
     durations: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     error: str | None = None

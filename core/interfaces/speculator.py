@@ -4,7 +4,7 @@ It can change the speed and nothing else: the verifier (core's) keeps the target
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -29,11 +29,17 @@ class SpeculatorNeeds:
 
 @dataclass(frozen=True)
 class SpeculatorServices:
-    """What a worker gives a speculator. ``device`` and ``dtype`` are torch's names of the target's."""
+    """What a worker gives a speculator. ``device`` and ``dtype`` are torch's names of the target's.
+
+    ``capture(run)``, None where graphs are off: runs ``run`` and records it as a graph; what it returns replays that.
+    ``run`` reads and writes tensors that live as long as the speculator, at the addresses they have now, and returns
+    nothing; it never reads back to the host.
+    """
 
     vocab_size: int
     device: str
     dtype: str
+    capture: "Callable[[Callable[[], None]], Callable[[], None]] | None" = None
 
 
 class ProposeRow(NamedTuple):

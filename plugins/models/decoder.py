@@ -27,6 +27,7 @@ class DecoderModel(Model):
     """For checkpoints of the Llama, Mistral, Qwen2 and Qwen3 families (Touvron et al., 2023; Jiang et al., 2023;
     Yang et al., 2024 and 2025), with full or sliding-window attention."""
 
+    capturable = True
     config: DecoderConfig
 
     @classmethod
