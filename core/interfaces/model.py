@@ -5,7 +5,7 @@ that the right class is found without importing any other.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """``axes``: the sizes of the logical axes ("heads", "kv_heads", "mlp", "vocab", "layers" …): what strategies shard.
+    """``axes``: the sizes of the logical axes that the model has ("heads", "kv_heads", "mlp", "vocab", "expert",
+    "expert_mlp", "layers" …): what strategies shard. ``expert_mlp`` is the inner axis of one expert.
 
     ``vocab_size`` is the width of the logits; every token id of a request is checked against it.
     """
@@ -88,3 +89,8 @@ class Model(Component):
     @abstractmethod
     def head(self, rows: "torch.Tensor") -> "torch.Tensor":
         """rows [N, hidden] -> logits [N, V], float32."""
+
+    def statistics(self) -> "Mapping[str, torch.Tensor]":
+        """Counters that the model keeps on its device, by name, such as the tokens each expert has worked on. They grow
+        from the start on; reading one waits for the device."""
+        return {}

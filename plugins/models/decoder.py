@@ -1,13 +1,14 @@
-"""Decoder-only transformers with rotary positions and a gated MLP: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+"""Decoder-only transformers with rotary positions and gated MLPs or experts: Llama, SmolLM2, Mistral, Mixtral, Qwen2 and
+Qwen3.
 
 Legend of shapes: T tokens of the step, H query heads, K key-value heads, D head size, V vocabulary, N rows that need
 logits; H and K are those of this rank.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from hotswap.core.errors import ModelLoadError
 from hotswap.core.interfaces.attention import GroupShape
@@ -18,6 +19,7 @@ from hotswap.core.modeling.mesh import Mesh
 from hotswap.core.modeling.rope import RotaryEmbedding, rotate
 from hotswap.core.modeling.weights import WeightSource
 from hotswap.plugins.models.decoder_config import DecoderConfig
+from hotswap.plugins.models.mlp import MLP, GatedMLP, MixtureOfExperts, of_other_ranks
 
 FULL, WINDOW = "full", "window"
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
@@ -33,9 +35,12 @@ class DecoderModel(Model):
     @classmethod
     def facts(cls, config: dict[str, Any]) -> ModelFacts:
         c = DecoderConfig.from_hf(config)
-        axes = {
-            "heads": c.heads, "kv_heads": c.kv_heads, "mlp": c.mlp_size, "vocab": c.vocab_size, "layers": c.num_layers,
-        }
+        axes = {"heads": c.heads, "kv_heads": c.kv_heads, "vocab": c.vocab_size, "layers": c.num_layers}
+        sparse = len(c.experts.layers) if c.experts else 0
+        if sparse < c.num_layers:
+            axes["mlp"] = c.mlp_size
+        if c.experts and sparse:
+            axes |= {"expert": c.experts.count, "expert_mlp": c.experts.size}
         return ModelFacts(c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes)
 
     def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
@@ -82,6 +87,8 @@ class DecoderModel(Model):
             self.norm.load(weights, FINAL_NORM)
             self._load_head(weights)
         weights.skip(self._is_elsewhere)
+        if self.config.experts:
+            weights.skip(of_other_ranks(self.config.experts, self.mesh))
         weights.finish()
 
     def _load_head(self, weights: WeightSource) -> None:
@@ -120,24 +127,30 @@ class DecoderModel(Model):
     def head(self, rows: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.norm(rows))
 
+    def statistics(self) -> Mapping[str, torch.Tensor]:
+        """``expert_load.L`` [E] int64: tokens that each of this rank's experts in layer L has worked on, padding too."""
+        return {
+            f"expert_load.{layer.index}": layer.mlp.experts.load_counts
+            for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)
+        }
+
 
 class DecoderLayer:
-    """x [T, hidden] -> x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x [T, hidden] -> x + attention(norm(x)), then x + mlp(norm(x)), where ``mlp`` is what the config says."""
 
     def __init__(self, index: int, c: DecoderConfig, mesh: Mesh, dtype: torch.dtype, device: str) -> None:
         self.index = index
         self.group = FULL if c.windows[index] is None else WINDOW
         self.head_dim = c.head_dim
         heads, kv_heads = Axis("heads", c.heads, c.head_dim), Axis("kv_heads", c.kv_heads, c.head_dim)
-        mlp = Axis("mlp", c.mlp_size)
         self.heads, self.kv_heads = (axis.part(mesh).count // c.head_dim for axis in (heads, kv_heads))
         self.qkv = ColumnLinear(
             mesh, c.hidden_size, [("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)],
             c.qkv_bias, dtype, device)
         self.out = RowLinear(mesh, heads, c.hidden_size, c.out_bias, dtype, device)
-        self.gate_up = ColumnLinear(
-            mesh, c.hidden_size, [("gate_proj", mlp), ("up_proj", mlp)], c.mlp_bias, dtype, device)
-        self.down = RowLinear(mesh, mlp, c.hidden_size, c.mlp_bias, dtype, device)
+        self.mlp: MLP = (
+            MixtureOfExperts(c.experts, c.hidden_size, mesh, dtype, device) if c.experts and index in c.experts.layers
+            else GatedMLP(c, mesh, dtype, device))
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, dtype, device) if c.qk_norm else None
@@ -152,13 +165,11 @@ class DecoderLayer:
             self.k_norm.load(weights, f"{prefix}self_attn.k_norm")
         self.out.load(weights, f"{prefix}self_attn.o_proj")
         self.mlp_norm.load(weights, f"{prefix}post_attention_layernorm")
-        self.gate_up.load(weights, f"{prefix}mlp.")
-        self.down.load(weights, f"{prefix}mlp.down_proj")
+        self.mlp.load(weights, prefix)
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         x = x + self._attention(self.attention_norm(x), cos, sin, attend)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        return x + self.down(functional.silu(gate) * up)
+        return x + self.mlp(self.mlp_norm(x))
 
     def _attention(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2K, D]

@@ -8,6 +8,24 @@ from hotswap.core.modeling.rope import RopeConfig
 
 
 @dataclass(frozen=True)
+class ExpertsFamily:
+    """How an architecture names and sizes its experts."""
+
+    block: str
+    """The module in published checkpoints that holds the router and the experts."""
+    projections: tuple[str, str, str]
+    """gate, up, down of one expert."""
+    size_key: str
+    """The config key of an expert's inner size."""
+    default_count: int
+    default_top_k: int
+    normalised: bool | None = None
+    """Whether the chosen experts' weights are scaled to a sum of 1; None: as ``norm_topk_prob`` says, by default not."""
+    some_layers: bool = False
+    """Whether ``decoder_sparse_step`` and ``mlp_only_layers`` leave some layers without experts."""
+
+
+@dataclass(frozen=True)
 class Family:
     """How an architecture departs from Llama's. The defaults hold where a config leaves the key out, and are those of
     the published implementation."""
@@ -18,10 +36,13 @@ class Family:
     """Whether ``mlp_bias`` is read."""
     qk_norm: bool = False
     windows: str = "none"
-    """"none", "all" (``sliding_window`` holds for every layer), or "some" (``layer_types``, ``max_window_layers``)."""
+    """"none", "all" (``sliding_window`` holds for every layer), "asked" (for every layer, if ``use_sliding_window``), or
+    "some" (``layer_types``, ``max_window_layers``, if ``use_sliding_window``)."""
+    default_window: int | None = 4096
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
     default_max_position: int = 2048
+    experts: ExpertsFamily | None = None
 
 
 FAMILIES = {
@@ -30,15 +51,53 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows="some", default_kv_heads=32, default_max_position=32768),
     "Qwen3ForCausalLM": Family(
         qk_norm=True, windows="some", default_kv_heads=32, default_head_dim=128, default_max_position=32768),
+    "MixtralForCausalLM": Family(
+        qkv_bias=False, windows="all", default_window=None, default_kv_heads=8, default_max_position=131072,
+        experts=ExpertsFamily(
+            "block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", default_count=8, default_top_k=2,
+            normalised=True)),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm=True, windows="asked", default_kv_heads=4, default_max_position=32768,
+        experts=ExpertsFamily(
+            "mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", default_count=128, default_top_k=8,
+            some_layers=True)),
 }
 
-_DEFAULT_WINDOW = 4096
 _REFUSED = ("quantization_config",)
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """``count`` experts of inner size ``size`` in each of ``layers``, ``top_k`` of which work on a token."""
+
+    family: ExpertsFamily
+    count: int
+    top_k: int
+    size: int
+    normalised: bool
+    layers: frozenset[int]
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], family: ExpertsFamily, num_layers: int) -> "ExpertsConfig":
+        stated = {config[key] for key in ("num_local_experts", "num_experts") if config.get(key) is not None}
+        if len(stated) > 1:
+            raise ConfigError(f"num_local_experts and num_experts differ: {sorted(stated)}", "num_experts")
+        count = _positive({"num_experts": next(iter(stated), family.default_count)}, "num_experts")
+        top_k = _positive(config, "num_experts_per_tok", family.default_top_k)
+        if top_k > count:
+            raise ConfigError(f"{top_k} experts a token were asked of {count}", "num_experts_per_tok")
+        normalised = family.normalised if family.normalised is not None else bool(config.get("norm_topk_prob", False))
+        layers = range(num_layers)
+        if family.some_layers:
+            step, dense = _positive(config, "decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+            layers = [i for i in layers if (i + 1) % step == 0 and i not in dense]
+        return cls(family, count, top_k, _positive(config, family.size_key), normalised, frozenset(layers))
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """``windows[i]``: the tokens that a query of layer i sees, itself included; None for all."""
+    """``windows[i]``: the tokens that a query of layer i sees, itself included; None for all. ``experts``: None where
+    every layer has one gated MLP."""
 
     architecture: str
     vocab_size: int
@@ -56,6 +115,7 @@ class DecoderConfig:
     tied: bool
     rope: RopeConfig
     windows: tuple[int | None, ...]
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "DecoderConfig":
@@ -91,6 +151,7 @@ class DecoderConfig:
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
             tied=bool(config.get("tie_word_embeddings", False)), rope=rope,
             windows=_windows(config, family, num_layers, rope.context),
+            experts=family.experts and ExpertsConfig.from_hf(config, family.experts, num_layers),
         )
 
 
@@ -103,16 +164,18 @@ def _positive(config: dict[str, Any], key: str, default: int | None = None) -> i
 
 
 def _windows(config: dict[str, Any], family: Family, num_layers: int, context: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    window = config.get("sliding_window", family.default_window)
     if family.windows == "none" or window is None:
         return (None,) * num_layers
-    window = _positive(config, "sliding_window", _DEFAULT_WINDOW)
+    window = _positive(config, "sliding_window", window)
     if window >= context:  # it never hides anything
         return (None,) * num_layers
     if family.windows == "all":
         return (window,) * num_layers
     if not config.get("use_sliding_window", False):
         return (None,) * num_layers
+    if family.windows == "asked":
+        return (window,) * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", 28)

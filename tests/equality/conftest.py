@@ -251,19 +251,29 @@ def book() -> Iterator[TieBook]:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def tiny(tiny_of: Callable[..., Tiny]) -> Tiny:
+    return tiny_of("Llama")
 
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=160, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=False,
-        bos_token_id=0, eos_token_id=1,
-    )
-    model = LlamaForCausalLM(config).eval()
-    path = tmp_path_factory.mktemp("tiny-llama")
-    model.save_pretrained(path)
-    return Tiny(path, Reference(model))
+
+@pytest.fixture(scope="session")
+def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
+    """``tiny_of(family, **changes of its config)``: a model of any family of transformers."""
+
+    def make(family: str, **changes: Any) -> Tiny:
+        import transformers
+
+        torch.manual_seed(7)
+        config = getattr(transformers, f"{family}Config")(**{
+            "vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+            "initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, **changes,
+        })
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        path = tmp_path_factory.mktemp(f"tiny-{family.lower()}")
+        model.save_pretrained(path)
+        return Tiny(path, Reference(model))
+
+    return make
 
 
 @pytest.fixture(scope="session")

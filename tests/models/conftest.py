@@ -5,12 +5,23 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session")
-def reference():
-    spec = importlib.util.spec_from_file_location("models_reference", Path(__file__).with_name("reference.py"))
+def _beside(name):
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"models_{name}", Path(__file__).with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def reference():
+    return _beside("reference")
+
+
+@pytest.fixture(scope="session")
+def threads():
+    """``threads.on_ranks(size, axes, work)``: the results of ``work(mesh)`` on ranks that share ``axes``."""
+    return _beside("threads")
 
 
 @pytest.fixture
@@ -25,6 +36,7 @@ def make_checkpoint(tmp_path):
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
         }
         config = getattr(transformers, f"{family}Config")(**base | config, attn_implementation="eager")
+        config._experts_implementation = "eager"
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
