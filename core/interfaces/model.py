@@ -51,9 +51,10 @@ class Model(Component):
 
     kind: ClassVar[str] = "model"
     contract: ClassVar[str] = "model/1"
-    capturable: ClassVar[bool] = False
-    """Whether ``forward`` may be captured in a CUDA graph: the operations and shapes of a step depend on the number of
-    its tokens alone, nothing is read back to the host, and nothing that it computes outlives the step."""
+    capturable: bool = False
+    """Once built: whether ``forward`` may be captured in a CUDA graph: the operations and shapes of a step depend on
+    the number of its tokens alone, nothing is read back to the host, and nothing that it computes outlives the step
+    (its ``statistics`` aside)."""
 
     @classmethod
     @abstractmethod

@@ -1,7 +1,8 @@
 """The mesh: which part of each logical axis this rank holds, and how partial results meet.
 
-Models name the axes of their weights ("heads", "kv_heads", "mlp", "vocab", "expert", "expert_mlp", "layers" …) and call
-``reduce`` where a contraction over a sharded axis ends. A sharding strategy subclasses :class:`Mesh`; no model knows it.
+Models name the axes of their weights ("heads", "kv_heads", "mlp", "vocab", "expert", "expert_mlp", "layers" …) and
+call ``reduce`` where a contraction over a sharded axis ends. A sharding strategy subclasses :class:`Mesh`; no model
+knows it.
 """
 
 from dataclasses import dataclass
@@ -51,8 +52,8 @@ class Mesh:
     def dispatch(self, axis: str, routed: Routed) -> Routed:
         """The tokens that this rank's part of ``axis`` has to work on; T may be another than before, 0 too.
 
-        The identity where the ranks that share ``axis`` see the same tokens; an exchange where each has its own. A token
-        may arrive with experts of other ranks beside one of this rank's: those are left out here, and done there."""
+        The identity where the ranks that share ``axis`` see the same tokens; an exchange where each has its own. A
+        token may arrive with experts of other ranks beside one of this rank's: those are left out here, done there."""
         return routed
 
     def combine(self, axis: str, y: "torch.Tensor", routed: Routed) -> "torch.Tensor":

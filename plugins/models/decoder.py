@@ -1,4 +1,4 @@
-"""Decoder-only transformers with rotary positions and gated MLPs or experts: Llama, SmolLM2, Mistral, Mixtral, Qwen2 and
+"""Decoder-only transformers with rotary positions and gated MLPs or experts: Llama, SmolLM2, Mistral, Mixtral, Qwen2,
 Qwen3.
 
 Legend of shapes: T tokens of the step, H query heads, K key-value heads, D head size, V vocabulary, N rows that need
@@ -50,6 +50,7 @@ class DecoderModel(Model):
         stage = mesh.shard("layers", c.num_layers)
         self.is_first, self.is_last = stage.start == 0, stage.stop == c.num_layers
         self.layers = [DecoderLayer(i, c, mesh, dtype, device) for i in range(stage.start, stage.stop)]
+        self.capturable = all(layer.mlp.capturable for layer in self.layers)
         self.rope = RotaryEmbedding(c.rope, dtype, device)
         if self.is_first:
             self.embedding = VocabEmbedding(mesh, c.vocab_size, c.hidden_size, dtype, device)
@@ -128,7 +129,7 @@ class DecoderModel(Model):
         return self.lm_head(self.norm(rows))
 
     def statistics(self) -> Mapping[str, torch.Tensor]:
-        """``expert_load.L`` [E] int64: tokens that each of this rank's experts in layer L has worked on, padding too."""
+        """``expert_load.L`` [E] int64: tokens that each of this rank's experts of layer L worked on, padding too."""
         return {
             f"expert_load.{layer.index}": layer.mlp.experts.load_counts
             for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)

@@ -20,7 +20,7 @@ class ExpertsFamily:
     default_count: int
     default_top_k: int
     normalised: bool | None = None
-    """Whether the chosen experts' weights are scaled to a sum of 1; None: as ``norm_topk_prob`` says, by default not."""
+    """Whether the chosen experts' weights are scaled to a sum of 1; None: as ``norm_topk_prob`` says (default: no)."""
     some_layers: bool = False
     """Whether ``decoder_sparse_step`` and ``mlp_only_layers`` leave some layers without experts."""
 
@@ -36,8 +36,8 @@ class Family:
     """Whether ``mlp_bias`` is read."""
     qk_norm: bool = False
     windows: str = "none"
-    """"none", "all" (``sliding_window`` holds for every layer), "asked" (for every layer, if ``use_sliding_window``), or
-    "some" (``layer_types``, ``max_window_layers``, if ``use_sliding_window``)."""
+    """"none", "all" (``sliding_window`` holds for every layer), or, if ``use_sliding_window``, "asked" (for every
+    layer) and "some" (for those that ``layer_types`` or ``max_window_layers`` say)."""
     default_window: int | None = 4096
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
@@ -87,7 +87,7 @@ class ExpertsConfig:
         if top_k > count:
             raise ConfigError(f"{top_k} experts a token were asked of {count}", "num_experts_per_tok")
         normalised = family.normalised if family.normalised is not None else bool(config.get("norm_topk_prob", False))
-        layers = range(num_layers)
+        layers = list(range(num_layers))
         if family.some_layers:
             step, dense = _positive(config, "decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
             layers = [i for i in layers if (i + 1) % step == 0 and i not in dense]
@@ -151,7 +151,7 @@ class DecoderConfig:
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
             tied=bool(config.get("tie_word_embeddings", False)), rope=rope,
             windows=_windows(config, family, num_layers, rope.context),
-            experts=family.experts and ExpertsConfig.from_hf(config, family.experts, num_layers),
+            experts=ExpertsConfig.from_hf(config, family.experts, num_layers) if family.experts else None,
         )
 
 

@@ -16,8 +16,9 @@ _ALIGNMENT = 16
 
 
 class Experts:
-    """gate_up [E, 2 I, hidden], down [E, hidden, I]. ``load_counts`` [E] int64: tokens that each has worked on since the
-    start, padding included."""
+    """gate_up [E, 2 I, hidden], down [E, hidden, I]. ``load_counts`` [E] int64: tokens that each has worked on since
+    the start, padding included. ``grouped``: one multiplication for all experts, which reads no count back to the host.
+    """
 
     def __init__(self, c: ExpertsConfig, hidden_size: int, mesh: Mesh, dtype: torch.dtype, device: str) -> None:
         self.config, self.hidden_size = c, hidden_size
@@ -35,7 +36,8 @@ class Experts:
         inner, size, hidden = self.inner, self.config.size, self.hidden_size
         for local, expert in enumerate(range(self.part.start, self.part.stop)):
             for name, rows in ((gate, slice(None, inner.count)), (up, slice(inner.count, None))):
-                self.gate_up[local, rows].copy_(weights.take(f"{prefix}{expert}.{name}.weight", (size, hidden), 0, inner))
+                taken = weights.take(f"{prefix}{expert}.{name}.weight", (size, hidden), 0, inner)
+                self.gate_up[local, rows].copy_(taken)
             self.down[local].copy_(weights.take(f"{prefix}{expert}.{down}.weight", (hidden, size), 1, inner))
 
     def load_fused(self, weights: WeightSource, prefix: str) -> None:

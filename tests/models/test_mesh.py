@@ -7,7 +7,8 @@ import torch
 @pytest.mark.parametrize("family, config", [
     ("Llama", {"attention_bias": True, "mlp_bias": True}), ("Qwen2", {"tie_word_embeddings": True}), ("Qwen3", {}),
 ])
-def test_two_ranks_that_share_heads_mlp_and_vocabulary_equal_one(family, config, make_checkpoint, threads, reference, ids):
+def test_two_ranks_that_share_heads_mlp_and_vocabulary_equal_one(
+        family, config, make_checkpoint, threads, reference, ids):
     theirs, directory = make_checkpoint(family, **config)
 
     def work(mesh):

@@ -40,8 +40,8 @@ class ThreadMesh(Mesh):
 
 
 class ExchangeMesh(ThreadMesh):
-    """Ranks that share the experts and have tokens of their own, as many as they like: each gets everybody's, since only
-    what its experts add counts, and takes its own tokens out of the sum."""
+    """Ranks that share the experts and have tokens of their own, as many as they like: each gets everybody's, since
+    only what its experts add counts, and takes its own tokens out of the sum."""
 
     def dispatch(self, axis, routed):
         self.counts = self._meet(axis, len(routed.x), list)
