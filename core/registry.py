@@ -26,6 +26,7 @@ from hotswap.core.explain import explain, join, nearest, raise_problems
 from hotswap.core.hooks import Observer
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentOptions, ComponentRef, Origin, Part
+from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.kvcache import EvictionPolicy, KVCacheManager
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.model import Model
@@ -38,7 +39,7 @@ CONTRACT_GROUP = PREFIX + "contract"
 
 INTERFACES: tuple[type[Component], ...] = (
     Scheduler, QueuePolicy, KVCacheManager, EvictionPolicy, AttentionBackend, Speculator, LogitsProcessor, Model,
-    Executor, ShardStrategy, Deployment, Router, Observer,
+    Executor, ShardStrategy, Deployment, Router, KVTransfer, Observer,
 )
 """One a kind. A kind without a written contract cannot be registered."""
 

@@ -192,8 +192,8 @@ class EngineLoop:
             self._apply_rows(step, verdict.rows, now, kept, voided)
         self._apply_suspensions(verdict)
         kv = self.parts.kv
-        for fence in verdict.finished_transfers:
-            kv.on_fence(fence)
+        for ended in verdict.finished_transfers:
+            kv.on_fence(ended.name)
         kv.on_fence(step.step_id)
         duration = now - step.submitted_at
         self._guard("observe", lambda: self.parts.scheduler.observe(

@@ -75,6 +75,11 @@ class AttentionBackend(Component):
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> "tuple[torch.Tensor, torch.Tensor]":
         """One layer's (keys, values), in the layout that this backend reads; the first dimension counts pages."""
 
+    def page_axes(self) -> tuple[str, ...]:
+        """What the dimensions of ``allocate``'s tensors count, "page" first: how a peer with another layout or tensor
+        size finds its part. A dimension of several things has a name of its own, which no other layout shares."""
+        return ("page", "token", "kv_heads", "head_dim")
+
     @abstractmethod
     def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> Any:
         """The backend's state for one cache group."""

@@ -43,7 +43,10 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class CachePlan:
+    """``transfer``: what a KV transfer's host half tells every worker half; a plain value, None where there is none."""
+
     groups: dict[str, GroupPlan]
+    transfer: Any = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ class CacheKey:
 
 class Match(NamedTuple):
     """``cached`` tokens lie in pages that can be shared, ``pending`` more elsewhere. ``opaque`` is the manager's own.
+
+    A manager returns ``pending`` 0; core puts in what a KV transfer has found. The pages of pending tokens are the
+    request's own: the manager publishes none of them before a ``commit`` says that they are verified.
 
     Binding only until the next change of the manager's state; dies when the manager is exchanged.
     """
@@ -154,7 +160,7 @@ class KVState:
 class KVCacheManager(Component):
     """Owns pages, reference counts, the prefix index and the eviction order.
 
-    Offers (in ``describe().offers``) may include "prefix_reuse", "fork", "shrink", "handover".
+    Offers (in ``describe().offers``) may include "prefix_reuse", "fork", "shrink", "handover", "tables".
 
     Promises: a LATER is remembered per request until the request asks again or the plan ends (``begin_plan``), and
     GRANTED leaves room for promises made before.
@@ -208,6 +214,10 @@ class KVCacheManager(Component):
         """Give up a request's table; its pages become reusable when all ``fences`` have passed. ``retain``: keep the
         verified pages in the index; else drop those this request has published that nobody else holds.
         Returns a journal entry. A second release of the same request is a no-op that returns None."""
+
+    def table(self, request_id: str) -> Grant:
+        """The pages that a request holds, as a grant from nothing; no side effect. Only where "tables" is offered."""
+        raise NotImplementedError(f"{type(self).__name__} does not offer tables")
 
     @abstractmethod
     def undo(self, entry: Any) -> None:

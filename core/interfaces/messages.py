@@ -32,9 +32,10 @@ class Resume(NamedTuple):
 class StepMessage:
     """Order of work: suspensions, drops, new, resumes, grants (each with its copies), transfers, rows.
 
-    A suspension whose verdict does not say ``swapped`` makes the worker forget the request; it comes again as new, with
-    all tokens that were kept. ``news`` (tokens kept since the last message, for ranks that did not sample them) and
-    ``transfer`` (opaque, of a KV transfer) are empty as long as there are neither.
+    A suspension makes the worker forget the request; it comes again as new, with all tokens that were kept. Its mode is
+    RECOMPUTE or SWAP, which says that ``transfer`` saves its pages. ``news`` are the tokens kept since the last
+    message, for ranks that did not sample them. ``transfer`` is what a KV transfer's host half tells its worker halves,
+    opaque.
     """
 
     step_id: int
@@ -73,16 +74,26 @@ class RowVerdict:
 
 
 class Suspended(NamedTuple):
-    """True lengths per group when the suspension was carried out; ``swapped``: the pages were saved elsewhere."""
+    """True lengths per group when the suspension was carried out; ``swapped``: its mode was SWAP."""
 
     request: str
     computed: dict[str, int]
     swapped: bool = False
 
 
+class EndedTransfer(NamedTuple):
+    """``tokens`` None: all was done. Else it failed; where it was to fill a request's pages, so many leading tokens of
+    the request (those that were cached included) are right, the rest is not."""
+
+    name: str
+    tokens: int | None = None
+
+
 @dataclass(slots=True)
 class Verdict:
     """``rows``: one for each row of the message, in its order; empty where ``error`` is set.
+
+    ``finished_transfers``: those of every rank, one list after the other: a transfer has ended when each rank's has.
 
     ``durations``: seconds of the step's parts ("prepare", "propose", "forward", "sample"), by the worker's clock.
     ``counts``: what happened in the step, by name ("graph_replays" …); observers add them up.
@@ -93,7 +104,7 @@ class Verdict:
     step_id: int
     rows: list[RowVerdict] = field(default_factory=list)
     suspended: list[Suspended] = field(default_factory=list)
-    finished_transfers: list[str] = field(default_factory=list)
+    finished_transfers: list[EndedTransfer] = field(default_factory=list)
     durations: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     error: str | None = None

@@ -111,6 +111,9 @@ class TorchAttention(AttentionBackend):
         dtype = getattr(torch, limits.dtype)
         return _zeros(size, dtype, limits.device), _zeros(size, dtype, limits.device)
 
+    def page_axes(self) -> tuple[str, ...]:
+        return ("page", "kv_heads", "token", "head_dim")
+
     def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> _State:
         return _State(group, shape, limits.device, getattr(torch, limits.dtype))
 

@@ -1,38 +1,14 @@
-"""Keys of pages: a chain of sha256 digests over full pages, each hashed once.
+"""Chains of page keys (``core/interfaces/page_keys.py``): one request's full pages, each hashed once."""
 
-``digest[i] = sha256(digest[i - 1] + tokens of page i as little-endian uint32)``, and before the first page stands the
-sha256 of everything else that a cached value depends on. A pure function of content: any two processes agree on it.
-"""
-
-import json
-import struct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 
 from hotswap.core.interfaces.kvcache import CacheKey
+from hotswap.core.interfaces.page_keys import TOKEN_BYTES, key_digest, pack, page_digest, unpack
+
+__all__ = ["Chain", "ChainCache", "Digest", "Node", "key_digest", "pack", "page_digest", "same_history", "unpack"]
 
 Digest = Callable[[bytes, bytes], bytes]
-
-TOKEN_BYTES = 4
-
-
-def page_digest(parent: bytes, tokens: bytes) -> bytes:
-    return sha256(parent + tokens).digest()
-
-
-def key_digest(key: CacheKey) -> bytes:
-    """The digest that stands before a request's first page."""
-    # JSON keeps the fields apart: ("a", "bc") and ("ab", "c") must not meet.
-    return sha256(json.dumps([key.model_revision, key.dtype, key.adapter, key.salt]).encode()).digest()
-
-
-def pack(tokens: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(tokens)}I", *tokens)
-
-
-def unpack(tokens: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)
 
 
 class Node:

@@ -19,7 +19,7 @@ class PagedKVCache(TableKVCache):
     """
 
     def describe(self) -> Description:
-        return Description(offers=frozenset({"fork", "shrink", "handover"}))
+        return Description(offers=super().describe().offers | {"fork", "shrink", "handover"})
 
     def fork(self, parent: str, child: str, upto: int, fence: Fence) -> Grant | Answer:
         if self._promises:

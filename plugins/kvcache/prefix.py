@@ -130,9 +130,11 @@ class PrefixKVCache(PagedKVCache):
         assert table is not None
         table.chain = self._own_chain(table, match.cached, hit)
         table.verified = match.cached
-        if hit is not None and not match.pending:
-            table.end = table.inherited = table.published = match.cached // self._page_size
-            table.pages = [list(pages) for pages in hit.pages]
+        if hit is not None:
+            end = table.end = table.inherited = table.published = match.cached // self._page_size
+            # With tokens pending behind them, a window may reach back over fewer of the pages that were found.
+            table.pages = [pages[max(0, first - end + len(pages)):]
+                           for first, pages in zip(table.first, hit.pages, strict=True)]
         return table
 
     def _still_there(self, cached: int, hit: Hit) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from hotswap.core.errors import KVInvariantError
+from hotswap.core.interfaces.component import Description
 from hotswap.core.interfaces.kvcache import (
     NOTHING,
     CacheConstraints,
@@ -71,6 +72,9 @@ class TableKVCache(KVCacheManager):
         self._tables: dict[str, Table] = {}
         self._fences = FenceQueue()
         self._promises: dict[str, list[int]] = {}
+
+    def describe(self) -> Description:
+        return Description(offers=frozenset({"tables"}))
 
     # ------------------------------------------------------------------ what a subclass decides
 
@@ -307,6 +311,11 @@ class TableKVCache(KVCacheManager):
                                    "that it made: entries must be undone last in, first out")
 
     # ------------------------------------------------------------------ what is where
+
+    def table(self, request_id: str) -> Grant:
+        table = self._tables[request_id]
+        return Grant({pool.group: GroupGrant(0, tuple(table.pages[number]), table.first[number])
+                      for number, pool in enumerate(self._pools)})
 
     def reset(self) -> int:
         return 0
