@@ -60,7 +60,7 @@ class Built:
 
 def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Clock | None = None) -> Built:
     """Load everything and start the loop. ConfigError (ModelLoadError among them) for whatever does not fit."""
-    from hotswap.core.execution.worker import WorkerSettings, worker_factory
+    from hotswap.core.execution.worker import WorkerBuilder, WorkerSettings
 
     config, registry, clock = resolved.config, Registry(), clock or SystemClock()
     parts = check_config(config, registry)
@@ -78,7 +78,7 @@ def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Cloc
         live.add(component)
     processors = parts.listed("logits_processors")
     info = parts.executor.launch(
-        worker_factory(checkpoint, model, parts.attention, parts.speculator, processors, settings), plan)
+        WorkerBuilder(checkpoint, model, parts.attention, parts.speculator, processors, settings), plan)
     try:
         cache_plan = _allocate(config, parts, info, max_model_len)
         engine = _start(resolved, parts, live, info, max_model_len, plan, clock)

@@ -34,6 +34,11 @@ class PagedCache:
             for layer in spec.layers:
                 self._layers[layer] = _Layer(state, backend.allocate(shape, share.num_pages, bounded))
 
+    @property
+    def num_bytes(self) -> int:
+        """Of keys and values."""
+        return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer.cache)
+
     def copy_pages(self, grant: Grant) -> None:
         """Carry out the grant's copies; within one grant every source is read before any target is written."""
         for group, change in grant.groups.items():

@@ -15,6 +15,7 @@ import torch
 
 from hotswap.core.blame import blame
 from hotswap.core.errors import ComponentError
+from hotswap.core.execution.accord import Accord, StepFailedTogether
 from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser, blaming
@@ -25,6 +26,7 @@ from hotswap.core.interfaces.messages import NewRequest, RowVerdict, StepMessage
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.scheduler import Row
 from hotswap.core.interfaces.speculator import ProposeRow, Speculator
+from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 from hotswap.core.request import TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -53,35 +55,64 @@ class _Batch:
 
 
 class ModelRunner:
-    """One rank's steps. ``clock`` gives seconds, for the durations in verdicts."""
+    """One rank's steps. ``clock`` gives seconds, for the durations in verdicts. ``hidden``: what one stage gives to the
+    next for each token, its width and dtype."""
 
     def __init__(
         self, model: Model, vocab_size: int, cache: PagedCache, table: RequestTable, speculator: Speculator,
-        chooser: TokenChooser, device: str, clock: Callable[[], float],
+        chooser: TokenChooser, device: str, clock: Callable[[], float], mesh: Mesh = LOCAL_MESH,
+        hidden: tuple[int, torch.dtype] = (0, torch.float32),
     ) -> None:
         self._model, self._vocab_size, self._device = model, vocab_size, device
+        self._mesh, self._hidden = mesh, hidden
+        self._samples = mesh.is_last and mesh.leads
+        self._accord = Accord(mesh, device, speculator.needs().lookahead)
+        self._broken: dict[str, str] = {}
+        self._drafted: dict[str, int] = {}
         self._cache, self._table = cache, table
         self._speculator, self._lookahead = speculator, speculator.needs().lookahead
         self._chooser = chooser
         self._clock = clock
 
     def execute(self, message: StepMessage) -> Verdict:
-        """Never raises: what goes wrong outside a single row is the step's error, and its requests have failed."""
+        """What goes wrong outside a single row is the step's error, and its requests have failed. Raises only where
+        other ranks do not know that this one has failed."""
         verdict = Verdict(message.step_id)
         try:
             begun = self._clock()
+            self._hear(message.news)
             gone = self._change_tables(message, verdict)
             self._tell(gone, message.new)
             verdict.durations["prepare"] = self._clock() - begun
             if message.rows:
                 self._run_rows(message.rows, verdict)
         except Exception as error:
+            if not (self._mesh.alone or isinstance(error, StepFailedTogether)):
+                raise
             verdict.rows.clear()
-            verdict.error = blame(error)
+            together = isinstance(error, StepFailedTogether)
+            verdict.error = blame(error.__cause__ or error if together else error)
             logger.exception("step %d failed: %s", message.step_id, verdict.error)
             # A row of theirs may be in flight already; it must not run on what this step left behind.
             self._table.fail((row.request for row in message.rows), verdict.error)
         return verdict
+
+    def _hear(self, news: Sequence[tuple[str, list[int]]]) -> None:
+        """The last stage has kept these tokens: what was computed of drafts before them counts now."""
+        heard = [(resident, kept) for request, kept in news if (resident := self._table.get(request)) is not None]
+        if not heard:
+            return
+        slots = np.array([resident.slot for resident, _ in heard], np.int64)
+        self._table.append(slots, [kept for _, kept in heard])
+        self._table.computed[slots] += np.array([len(kept) - 1 for _, kept in heard], np.int64)
+        self._observe([
+            (resident.new.id, drafted, len(kept) - 1) for resident, kept in heard
+            if (drafted := self._drafted.pop(resident.new.id, 0))])
+
+    def _observe(self, fared: list[tuple[str, int, int]]) -> None:
+        if fared and self._mesh.is_first:
+            with blaming(self._speculator, "observe"):
+                self._speculator.observe(fared)
 
     def _change_tables(self, message: StepMessage, verdict: Verdict) -> list[str]:
         """Everything that the message changes, in its order; returns who is gone. No plugin runs in here: were one to
@@ -104,15 +135,19 @@ class ModelRunner:
     def _tell(self, gone: Sequence[str], arrived: Sequence[NewRequest]) -> None:
         """Let the parts that hold state of their own know."""
         for request in gone:
-            self._chooser.end(request)
-        if gone and self._lookahead:
+            self._broken.pop(request, None)
+            self._drafted.pop(request, None)
+            if self._samples:
+                self._chooser.end(request)
+        if gone and self._lookahead and self._mesh.is_first:
             with blaming(self._speculator, "forget"):
                 self._speculator.forget(gone)
-        for new in arrived:
+        for new in arrived if self._samples else ():
             try:
                 self._chooser.begin(new)
             except ComponentError as error:
-                self._table.fail([new.id], str(error))
+                # Its row runs nevertheless: the other ranks do not know.
+                self._broken[new.id] = str(error)
 
     def _run_rows(self, rows: Sequence[Row], verdict: Verdict) -> None:
         times = [self._clock()]
@@ -122,7 +157,7 @@ class ModelRunner:
             times.append(self._clock())
             layout, inputs = self._lay_out(batch)
             times.append(self._clock())
-            hidden = self._model.forward(inputs, layout.positions, self._cache.attend)
+            hidden = self._forward(inputs, layout)
             times.append(self._clock())
             verdicts.update(self._finish(batch, hidden))
             times.append(self._clock())
@@ -130,6 +165,15 @@ class ModelRunner:
             verdict.durations["prepare"] += prepare
             verdict.durations |= {"propose": propose, "forward": forward, "sample": finish}
         verdict.rows = [verdicts[row.request] for row in rows]
+
+    def _forward(self, inputs: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+        """inputs [T] -> [T, hidden], which the next stage gets."""
+        if not self._mesh.is_first:
+            width, dtype = self._hidden
+            inputs = self._mesh.receive(torch.empty(len(inputs), width, dtype=dtype, device=self._device))
+        hidden = self._model.forward(inputs, layout.positions, self._cache.attend)
+        self._mesh.pass_on(hidden)
+        return hidden
 
     def _gather(self, rows: Sequence[Row]) -> tuple[_Batch, dict[str, RowVerdict]]:
         """The rows that can run, and the verdicts of those that cannot: of requests that failed, or are not here."""
@@ -154,9 +198,18 @@ class ModelRunner:
         return _Batch(able, residents, slots, counts, computed, known, samples, [[] for _ in able]), refused
 
     def _propose(self, batch: _Batch) -> None:
-        """Ask for drafts and write them behind the known tokens. Of what is no token, or too much, nothing is kept."""
+        """Ask for drafts and write them behind the known tokens."""
         if not self._lookahead:
             return
+        batch.drafts = self._accord.drafts(len(batch.rows), lambda: self._drafts(batch))
+        for slot, known, drafts in zip(batch.slots, batch.known, batch.drafts, strict=True):
+            self._table.tokens[slot, known : known + len(drafts)] = drafts
+        if not self._mesh.is_last:
+            self._drafted |= {
+                row.request: len(drafts) for row, drafts in zip(batch.rows, batch.drafts, strict=True) if drafts}
+
+    def _drafts(self, batch: _Batch) -> list[list[int]]:
+        """What the speculator proposes. Of what is no token, or too much, nothing is kept."""
         tokens, asked = self._table.tokens, []
         columns = zip(batch.rows, batch.slots, batch.known, batch.samples, strict=True)
         for row, slot, known, samples in columns:
@@ -166,13 +219,11 @@ class ModelRunner:
         with blaming(self._speculator, "propose"):
             drafts = self._speculator.propose(asked)
             proposals = list(zip(asked, drafts.tokens, strict=True))
-        for i, (question, proposed) in enumerate(proposals):
-            batch.drafts[i] = valid = self._valid_drafts(proposed[: question.slots])
-            end = batch.known[i] + len(valid)
-            tokens[batch.slots[i], batch.known[i] : end] = valid
+        kept = [self._valid_drafts(proposed[: question.slots]) for question, proposed in proposals]
         if drafts.probs is not None:
             batch.draft_probs = [
-                None if q is None else q[: len(kept)] for q, kept in zip(drafts.probs, batch.drafts, strict=True)]
+                None if q is None else q[: len(row)] for q, row in zip(drafts.probs, kept, strict=True)]
+        return kept
 
     def _valid_drafts(self, proposed: Sequence[int]) -> list[int]:
         """Those before the first that is outside the vocabulary."""
@@ -190,7 +241,13 @@ class ModelRunner:
         return layout, torch.from_numpy(tokens.astype(np.int64)).to(self._device)
 
     def _finish(self, batch: _Batch, hidden: torch.Tensor) -> dict[str, RowVerdict]:
-        """Choose tokens for the rows that sample, bring the true counts up to date, and report. hidden [T, H]."""
+        """Choose tokens for the rows that sample, bring the true counts up to date, and report. hidden [T, H].
+
+        A stage that gives no logits learns by the next message what was kept.
+        """
+        if not self._mesh.is_last:
+            self._table.computed[batch.slots] = batch.computed + batch.counts
+            return {row.request: RowVerdict(row.request, [], 0) for row in batch.rows}
         lengths = batch.lengths
         starts = np.cumsum(lengths) - lengths
         prompts = self._score_prompts(batch, starts, hidden)
@@ -220,7 +277,8 @@ class ModelRunner:
         if len(index) < len(hidden):
             hidden = hidden[torch.from_numpy(index).to(self._device)]
         probs = batch.draft_probs and [batch.draft_probs[i] for i in sampling]
-        return self._chooser.choose(self._model.head(hidden), rows, probs)
+        logits = self._model.head(hidden)
+        return self._accord.choices(len(rows), lambda: self._chooser.choose(logits, rows, probs))
 
     def _score_prompts(self, batch: _Batch, starts: IntArray, hidden: torch.Tensor) -> dict[int, list[TokenLogprob]]:
         """By row: logprobs of the prompt tokens that this step's tokens predict."""
@@ -248,6 +306,7 @@ class ModelRunner:
             verdict.kept, verdict.logprobs = kept, choices.logprobs.get(i)
             if drafted:
                 fared.append((verdict.request, drafted, accepted))
-        if fared:
-            with blaming(self._speculator, "observe"):
-                self._speculator.observe(fared)
+        for verdict in verdicts:
+            if verdict.request in self._broken:
+                verdict.kept, verdict.error = [], self._broken[verdict.request]
+        self._observe(fared)

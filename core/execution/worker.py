@@ -1,9 +1,9 @@
 """One rank: a loaded model, its cache and its runner, behind the Worker protocol."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,13 +15,14 @@ from hotswap.core.execution.choosing import TokenChooser
 from hotswap.core.execution.device import choose_device, choose_dtype, free_bytes
 from hotswap.core.execution.runner import ModelRunner
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
+from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import Model, ModelFacts
-from hotswap.core.interfaces.parallel import RankPlan, WorkerFactory, WorkerInfo
+from hotswap.core.interfaces.parallel import RankPlan, RankReport, WorkerInfo, WorkerRecipe
 from hotswap.core.interfaces.speculator import Speculator, SpeculatorServices
-from hotswap.core.modeling.mesh import LOCAL_MESH
+from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 
 if TYPE_CHECKING:
     from hotswap.core.config import Config
@@ -54,28 +55,59 @@ class WorkerSettings:
         return cls(dtype, device, max_model_len, scheduler.max_batch_tokens, scheduler.max_running, threads)
 
 
-def worker_factory(
-    checkpoint: "Checkpoint", model: Model, attention: AttentionBackend, speculator: Speculator,
-    processors: Sequence[LogitsProcessor], settings: WorkerSettings, clock: Callable[[], float] | None = None,
-) -> WorkerFactory:
-    """What an executor calls where the worker will run: it builds and loads the model there."""
+@dataclass(frozen=True)
+class WorkerBuilder:
+    """A :class:`WorkerFactory`: it builds and loads the worker where it is called."""
 
-    def build(plan: RankPlan, rank: int) -> ModelWorker:
-        if plan.world_size != 1:
+    checkpoint: "Checkpoint"
+    model: Model
+    attention: AttentionBackend
+    speculator: Speculator
+    processors: Sequence[LogitsProcessor]
+    settings: WorkerSettings
+    clock: Callable[[], float] | None = None
+
+    def __call__(self, plan: RankPlan, rank: int, mesh: Mesh | None = None) -> "ModelWorker":
+        mesh, settings, model = mesh or LOCAL_MESH, self.settings, self.model
+        if plan.world_size != 1 and mesh.alone:
             raise ConfigError(
-                f"the strategies ask for {plan.world_size} ranks, but this worker knows one device only; leave the "
-                "list empty", "parallel")
+                f"the strategies ask for {plan.world_size} ranks, but the executor gives one; choose an executor that "
+                "starts processes, or leave the list empty", "parallel")
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)  # a property of the calling thread
-        model.build(checkpoint.config, LOCAL_MESH, getattr(torch, settings.dtype), settings.device)
-        check_support(attention, model.attention_shapes({}), settings)
-        with checkpoint.weights() as weights:
+        model.build(self.checkpoint.config, mesh, getattr(torch, settings.dtype), settings.device)
+        check_support(self.attention, model.attention_shapes({}), settings)
+        with self.checkpoint.weights() as weights:
             model.load(weights)
         return ModelWorker(
-            model, model.facts(checkpoint.config), attention, speculator, processors, settings,
-            clock or SystemClock().now)
+            model, model.facts(self.checkpoint.config), self.attention, self.speculator, self.processors, settings,
+            self.clock or SystemClock().now, mesh, rank, weights.taken * getattr(torch, settings.dtype).itemsize)
 
-    return build
+    def recipe(self) -> WorkerRecipe:
+        parts: dict[str, Component | Sequence[Component]] = {
+            "model": self.model, "attention": self.attention, "speculator": self.speculator,
+            "processors": self.processors}
+        refs = {
+            name: [item.ref.model_dump() for item in part] if isinstance(part, Sequence) else part.ref.model_dump()
+            for name, part in parts.items()}
+        return WorkerRecipe(f"{__name__}:builder_from", {
+            "checkpoint": str(self.checkpoint.path), "parts": refs, "settings": asdict(self.settings)})
+
+
+def builder_from(arguments: Mapping[str, Any]) -> WorkerBuilder:
+    """The other end of :meth:`WorkerBuilder.recipe`. ConfigError where this process finds less than the other did."""
+    from hotswap.core.modeling.checkpoint import open_checkpoint
+    from hotswap.core.registry import Registry
+
+    registry, parts = Registry(), arguments["parts"]
+
+    def build(kind: str, ref: Mapping[str, Any]) -> Any:
+        return registry.build(kind, ComponentRef(**ref), kind)
+
+    return WorkerBuilder(
+        open_checkpoint(arguments["checkpoint"], progress=False), build("model", parts["model"]),
+        build("attention", parts["attention"]), build("speculator", parts["speculator"]),
+        [build("logits_processor", ref) for ref in parts["processors"]], WorkerSettings(**arguments["settings"]))
 
 
 class ModelWorker:
@@ -84,16 +116,20 @@ class ModelWorker:
     def __init__(
         self, model: Model, facts: ModelFacts, attention: AttentionBackend, speculator: Speculator,
         processors: Sequence[LogitsProcessor], settings: WorkerSettings, clock: Callable[[], float],
+        mesh: Mesh = LOCAL_MESH, rank: int = 0, weight_bytes: int = 0,
     ) -> None:
         self._model, self._facts, self._attention = model, facts, attention
         self._speculator, self._needs = speculator, speculator.needs()
         self._settings, self._clock = settings, clock
+        self._mesh, self._rank, self._weight_bytes, self._kv_bytes = mesh, rank, weight_bytes, 0
         if self._needs.cache_specs or self._needs.taps:
             raise ConfigError(
                 f"{speculator.label} needs cache groups or hidden states of its own, which this worker does not give; "
                 "choose a speculator that needs neither", "speculator")
-        speculator.bind(SpeculatorServices(facts.vocab_size, settings.device, settings.dtype))
-        self._chooser = TokenChooser(processors, facts.vocab_size, settings.device)
+        if mesh.is_first:
+            speculator.bind(SpeculatorServices(facts.vocab_size, settings.device, settings.dtype))
+        self._chooser = TokenChooser(
+            processors if mesh.is_last and mesh.leads else (), facts.vocab_size, settings.device)
         self._runner: ModelRunner | None = None
 
     def info(self) -> WorkerInfo:
@@ -112,15 +148,21 @@ class ModelWorker:
             settings.max_batch_tokens, settings.max_running, max_pages_per_row=0, device=settings.device,
             dtype=settings.dtype)
         cache = PagedCache(self._attention, self._model.cache_specs(), shapes, plan, limits, max_tokens)
+        self._kv_bytes = cache.num_bytes
         table = RequestTable(plan, settings.max_running, max_tokens)
         self._runner = ModelRunner(
             self._model, self._facts.vocab_size, cache, table, self._speculator, self._chooser, settings.device,
-            self._clock)
+            self._clock, self._mesh, (self._facts.hidden_size, getattr(torch, settings.dtype)))
 
     def execute(self, message: StepMessage) -> Verdict:
         assert self._runner is not None, "execute before allocate"
         with torch.inference_mode():
             return self._runner.execute(message)
+
+    def report(self) -> RankReport:
+        return RankReport(
+            self._rank, self._settings.device, self._weight_bytes, self._kv_bytes, self._mesh.counts(),
+            {name: values.flatten().tolist() for name, values in self._model.statistics().items()})
 
     def close(self) -> None:
         self._runner = None

@@ -120,6 +120,14 @@ class Component(ABC):
         return self.origin.name if self.origin else type(self).__name__
 
     @property
+    def ref(self) -> ComponentRef:
+        """Names this very component, options included: what the registry of another process builds it from."""
+        if self.origin is None:
+            raise RuntimeError(f"{self.label} was not built by a registry, so no other process can find it")
+        options = self.options.model_dump(mode="json", exclude_unset=True)
+        return ComponentRef(use=f"{self.origin.distribution}:{self.origin.name}", **options)
+
+    @property
     def label(self) -> str:
         """``kind:name``, as logs and errors name it."""
         return f"{self.kind}:{self.name}"

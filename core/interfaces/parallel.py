@@ -1,4 +1,5 @@
-"""How one engine spreads over devices and processes. ``executor/1``, ``shard/1``, ``deployment/1``, ``router/1``.
+"""How one engine spreads over devices and processes. ``executor/1``, ``shard/1``, ``launcher/1``, ``deployment/1``,
+``router/1``.
 
 Three contracts stand behind the config's ``parallel`` list: shard strategies map logical axes onto a mesh, an executor
 runs one engine loop's workers, a deployment runs several engines behind a router.
@@ -7,7 +8,7 @@ runs one engine loop's workers, a deployment runs several engines behind a route
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
@@ -15,19 +16,29 @@ from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.request import OutputSink, Request
 
+if TYPE_CHECKING:
+    from hotswap.core.modeling.mesh import Mesh
+
 
 @dataclass(frozen=True)
 class MeshDim:
-    """One dimension of the mesh: ``strategy`` shards ``axes`` over ``size`` ranks."""
+    """One dimension of the mesh: ``strategy`` shards ``axes`` over ``size`` ranks.
+
+    An axis is divided evenly, as far as it goes, unless ``cuts`` says where: rank r then holds the indices from
+    ``cuts[axis][r]`` to before ``cuts[axis][r + 1]``. Of an axis with fewer indices than ranks, neighbours hold the
+    same one.
+    """
 
     strategy: str
     size: int
     axes: tuple[str, ...]
+    cuts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What the folded strategies ask for. An empty plan is one rank."""
+    """What the folded strategies ask for. An empty plan is one rank. Ranks are numbered row by row over ``dims``, the
+    outermost first: neighbours in number are neighbours in the innermost dimension."""
 
     dims: tuple[MeshDim, ...] = ()
     depth: int | None = None
@@ -71,17 +82,51 @@ class WorkerInfo:
     max_model_len: int
 
 
+class CollectiveCount(NamedTuple):
+    """``bytes``: of the tensors that this rank put in, or of those it received where it only receives."""
+
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank holds and has done. ``collectives``: by operation and strategy ("reduce tensor"), since the start.
+    ``statistics``: the model's own counters."""
+
+    rank: int
+    device: str
+    weight_bytes: int
+    kv_bytes: int
+    collectives: dict[str, CollectiveCount] = field(default_factory=dict)
+    statistics: dict[str, list[float]] = field(default_factory=dict)
+
+
 class Worker(Protocol):
     """One rank. Built by a factory where it will run."""
 
     def info(self) -> WorkerInfo: ...
     def allocate(self, plan: CachePlan) -> None: ...
     def execute(self, message: StepMessage) -> Verdict: ...
+    def report(self) -> RankReport: ...
     def close(self) -> None: ...
 
 
-WorkerFactory = Callable[[RankPlan, int], Worker]
-"""(plan, rank) -> worker."""
+@dataclass(frozen=True)
+class WorkerRecipe:
+    """A worker factory for another process: ``entry`` ("module:function") makes it of ``arguments``, which are JSON."""
+
+    entry: str
+    arguments: dict[str, Any]
+
+
+class WorkerFactory(Protocol):
+    """Builds and loads one rank's worker, where it is called. Its ``mesh`` is the rank's; by default one device's."""
+
+    def __call__(self, plan: RankPlan, rank: int, mesh: "Mesh | None" = None) -> Worker: ...
+
+    def recipe(self) -> WorkerRecipe:
+        """The same, for a process of its own."""
 
 Ticket = int
 
@@ -91,6 +136,8 @@ class Executor(Component):
 
     Tickets are collected in the order of submission. A worker that dies makes ``collect`` raise EngineStoppedError and
     ``health`` say why.
+
+    Offers (in ``describe().offers``) may include "ranks": it runs more than one rank. Shard strategies require it.
     """
 
     kind: ClassVar[str] = "executor"
@@ -122,9 +169,41 @@ class Executor(Component):
     def health(self) -> str | None:
         """None when well, else what is wrong."""
 
+    def report(self) -> list[RankReport]:
+        """What each rank holds and has done, after every step submitted so far. From the loop's thread."""
+        return []
+
     @abstractmethod
     def stop(self) -> None:
         """End every worker within a bounded time."""
+
+
+class Launcher(Component):
+    """Starts the processes of an executor's workers, and says which of them have ended.
+
+    It carries a call ("module:function") and its JSON arguments there and nothing back: a worker talks to its executor
+    over a channel of its own (``core/execution/channel.py``).
+    """
+
+    kind: ClassVar[str] = "launcher"
+    contract: ClassVar[str] = "launcher/1"
+
+    @abstractmethod
+    def host(self) -> str | None:
+        """The address of this machine that its processes can reach; None where all run on this machine."""
+
+    @abstractmethod
+    def start(self, entry: str, arguments: Sequence[dict[str, Any]]) -> None:
+        """One process for each of ``arguments``, which it gets beside "local_rank" and "local_size": its place among
+        those on its machine, and their number. ConfigError where they cannot be started."""
+
+    @abstractmethod
+    def ended(self) -> dict[int, str]:
+        """Why processes have ended, by their place in ``arguments``. Does not wait."""
+
+    @abstractmethod
+    def stop(self, timeout_s: float) -> None:
+        """All end: by themselves within ``timeout_s``, or else by force. Safe to call twice."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from hotswap.core.interfaces.parallel import CollectiveCount
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -35,7 +37,19 @@ class Routed(NamedTuple):
 
 
 class Mesh:
-    """One device: every axis whole, every operation the identity."""
+    """One device: every axis whole, every operation the identity.
+
+    The ranks of one engine form stages, one behind the other; without an axis "layers" on the mesh there is one stage.
+    """
+
+    alone: bool = True
+    """There are no other ranks."""
+    is_first: bool = True
+    """This rank is in the stage that takes token ids and proposes drafts."""
+    is_last: bool = True
+    """This rank is in the stage that gives logits."""
+    leads: bool = True
+    """This rank decides for its stage."""
 
     def shard(self, axis: str, total: int) -> Shard:
         """This rank's part of an axis with ``total`` indices."""
@@ -60,6 +74,21 @@ class Mesh:
         """The way back: ``y`` [T, hidden] of what ``dispatch`` gave, summed over the ranks that share ``axis``, for the
         tokens that went into ``dispatch``."""
         return self.reduce(axis, y)
+
+    def share(self, x: "torch.Tensor") -> "torch.Tensor":
+        """The ``x`` of the rank that leads the stage, on each of its ranks. All give the same shape and dtype."""
+        return x
+
+    def receive(self, x: "torch.Tensor") -> "torch.Tensor":
+        """``x``, filled with what the stage before has passed on; on the first one as it is."""
+        return x
+
+    def pass_on(self, x: "torch.Tensor") -> None:
+        """Give ``x`` to the next stage, if there is one, without waiting for it. Must not be written any more."""
+
+    def counts(self) -> "dict[str, CollectiveCount]":
+        """Calls and bytes of each operation between ranks, since the start."""
+        return {}
 
 
 LOCAL_MESH = Mesh()

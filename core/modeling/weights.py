@@ -33,6 +33,8 @@ class WeightSource(ABC):
 
     def __init__(self, location: str, progress: bool = False) -> None:
         self.location = location
+        self.taken = 0
+        """Values that have been read, each shard counted by what it holds."""
         self._taken: set[str] = set()
         self._skipped: list[Callable[[str], bool]] = [lambda name: name.endswith(IGNORED_SUFFIXES)]
         self._missing: list[str] = []
@@ -73,6 +75,7 @@ class WeightSource(ABC):
         tensor = self._read(name, dim, part if wanted != shape else None)
         if not tensor.is_floating_point():
             raise ModelLoadError(f"{name} of {self.location} holds {tensor.dtype}: quantised weights are not read")
+        self.taken += tensor.numel()
         self._advance(tensor)
         return tensor
 

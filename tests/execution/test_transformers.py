@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hotswap.core.execution.worker import WorkerSettings, worker_factory
+from hotswap.core.execution.worker import WorkerBuilder, WorkerSettings
 from hotswap.core.interfaces.parallel import RankPlan
 from hotswap.core.modeling.checkpoint import open_checkpoint
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
@@ -52,7 +52,7 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint, make_host_of, chunk
     opened = open_checkpoint(str(directory), progress=False)
     settings = WorkerSettings("float32", "cpu", 128, 512, 4, num_threads=1)
     speculator = make_speculator()
-    factory = worker_factory(opened, DecoderModel(), TorchAttention(), speculator, (), settings)
+    factory = WorkerBuilder(opened, DecoderModel(), TorchAttention(), speculator, (), settings)
     worker = factory(RankPlan(), 0)
     host = make_host_of(worker, 8, 100)
     prompts = [torch.randint(0, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
@@ -72,7 +72,7 @@ def test_the_worker_runs_behind_the_executor(checkpoint):
     settings = WorkerSettings("float32", "cpu", 128, 512, 4, num_threads=1)
     executor = InlineExecutor()
     info = executor.launch(
-        worker_factory(opened, DecoderModel(), TorchAttention(), NoSpeculator(), (), settings), RankPlan())
+        WorkerBuilder(opened, DecoderModel(), TorchAttention(), NoSpeculator(), (), settings), RankPlan())
     executor.stop()
     assert info.facts.vocab_size == 128
     assert info.max_model_len == 128
