@@ -158,7 +158,7 @@ def test_every_request_ends_in_one_label_and_gauges_return_to_zero(client):
         body = {"prompt": PROMPT, "max_tokens": 2000, "stream": True, "ignore_eos": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:
             next(stream.iter_lines())
-    end = time.monotonic() + 2
+    end = time.monotonic() + 30  # a bound, not a claim: the machine may be busy
     while client.get("/server_info").json()["loads"]["running"] and time.monotonic() < end:
         time.sleep(0.05)
     after = metrics(client)
