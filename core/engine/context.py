@@ -72,7 +72,9 @@ class Context:
         return state
 
     def probe(self, request_id: str) -> Probe:
-        match = self._match(self._pool.states[request_id])
+        state = self._pool.states[request_id]
+        match = self._match(state)
+        state.reusable = match.cached + match.pending
         return Probe(match.cached, match.pending)
 
     def reserve(self, request_id: str, n_tokens: int, drafts: int = 0) -> Answer:

@@ -193,7 +193,7 @@ class Scheduler(Component):
         """Decide one step. An exception undoes the whole plan and names this component."""
 
     def observe(self, outcome: StepOutcome) -> None:
-        """A step has been collected."""
+        """A step has been collected. Requests that ended in it have been dropped by now."""
 
     def next_wakeup(self) -> float | None:
         """When to plan again although nothing has changed (clock seconds), or None."""
@@ -211,6 +211,8 @@ class QueuePolicy(Component):
     dynamic: ClassVar[bool] = False
     preemptive: ClassVar[bool] = False
     """Whether a waiting request may have a running one suspended that comes behind it."""
+    probes: ClassVar[int] = 0
+    """For how many waiting requests, those that wait longest, ``reusable`` must be fresh in each plan."""
 
     @abstractmethod
     def key(self, view: RequestView, now: float) -> tuple[Any, ...]:
@@ -229,7 +231,10 @@ class QueuePolicy(Component):
         return None
 
     def admit(self, view: RequestView) -> None:
-        """A request starts to wait."""
+        """A request starts to wait: on arrival, after a suspension, and where a plan that had started it is undone."""
+
+    def start(self, view: RequestView) -> None:
+        """A waiting request starts."""
 
     def drop(self, request_id: str) -> None:
         """A request has ended."""

@@ -59,12 +59,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.requests) < 12)
     @rule(prompt=st.lists(st.integers(0, 12), min_size=1, max_size=MAX_LEN - 2), again=st.booleans(),
-          output=st.integers(1, MAX_LEN), priority=st.integers(0, 2), stop=st.booleans())
-    def arrive(self, prompt: list[int], again: bool, output: int, priority: int, stop: bool) -> None:
+          output=st.integers(1, MAX_LEN), priority=st.integers(0, 2), stop=st.booleans(), tenant=st.sampled_from("ab"))
+    def arrive(
+        self, prompt: list[int], again: bool, output: int, priority: int, stop: bool, tenant: str,
+    ) -> None:
         if again and self.requests:
             prompt = self.requests[-1].prompt_token_ids
         self.requests.append(self.rig.add(
-            f"r{len(self.requests)}", prompt, min(output, MAX_LEN - len(prompt)), priority=priority,
+            f"r{len(self.requests)}", prompt, min(output, MAX_LEN - len(prompt)), priority=priority, tenant=tenant,
             eos_token_ids=frozenset([5] if stop else [])))
 
     @rule(turns=st.integers(1, 6))

@@ -92,6 +92,7 @@ class QueueScheduler(Scheduler):
         only suspends: the head starts when the slot is free.
         """
         ctx = step.ctx
+        self.probe_waiting(ctx)
         while not step.full and (head := self.waiting.head(ctx.now)) is not None:
             if ctx.free_slots <= 0 and not (self.policy.preemptive and self.suspend_one_behind(step, head)):
                 return
@@ -99,6 +100,17 @@ class QueueScheduler(Scheduler):
             if not view.ready:
                 return
             yield view
+
+    def probe_waiting(self, ctx: PlanContext) -> None:
+        """Once a plan, and only for a policy that asks for it: each probe compares a whole prompt with the cache."""
+        for request_id in self.waiting.longest(self.policy.probes):
+            ctx.probe(request_id)
+
+    def fits(self, step: Step, view: RequestView) -> bool:
+        """A prompt that fits into a budget of its own waits for one; a longer one takes what there is."""
+        if step.full:
+            return False
+        return view.ready <= step.left or view.ready > step.ctx.token_budget
 
     def serve(self, step: Step, view: RequestView, n_tokens: int) -> bool:
         """Plan a running request's next tokens, if there can be room for them."""
@@ -127,6 +139,7 @@ class QueueScheduler(Scheduler):
                 step.ctx.hold(view.id, f"cannot start: {answer.value}")
                 return False
         self.waiting.remove(view.id)
+        self.policy.start(view)
         if n_tokens:
             step.add(view.id, n_tokens, drafts)
         return True

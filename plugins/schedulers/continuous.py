@@ -1,7 +1,7 @@
 """Continuous batching (Yu et al., 2022): the iteration-level scheduling of "Orca: A Distributed Serving System for
 Transformer-Based Generative Models"."""
 
-from hotswap.core.interfaces.scheduler import PlanContext, RequestView, StepPlan
+from hotswap.core.interfaces.scheduler import PlanContext, StepPlan
 from hotswap.plugins.schedulers.base import QueueScheduler, Step
 
 
@@ -17,15 +17,9 @@ class ContinuousScheduler(QueueScheduler):
         ready = [view for view in ctx.running if view.ready]
         self.serve_decodes(step, [view for view in ready if view.ready == 1])
         for view in self.in_order([view for view in ready if view.ready > 1], ctx.now):
-            if view.id not in step.suspended and self._fits(step, view):
+            if view.id not in step.suspended and self.fits(step, view):
                 self.serve(step, view, min(view.ready, step.left))
         for view in self.startable(step):
-            if not self._fits(step, view) or not self.start(step, view, min(view.ready, step.left)):
+            if not self.fits(step, view) or not self.start(step, view, min(view.ready, step.left)):
                 break
         return StepPlan(step.rows)
-
-    def _fits(self, step: Step, view: RequestView) -> bool:
-        """A prompt that fits into a budget of its own waits for one; a longer one takes what there is."""
-        if step.full:
-            return False
-        return view.ready <= step.left or view.ready > step.ctx.token_budget

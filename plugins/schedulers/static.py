@@ -26,6 +26,7 @@ class StaticScheduler(QueueScheduler):
     def _form_batch(self, step: Step) -> None:
         """Take requests while there are slots and room, also those whose prompts must wait for a later step."""
         ctx = step.ctx
+        self.probe_waiting(ctx)
         while ctx.free_slots > 0 and (head := self.waiting.head(ctx.now)) is not None:
             view = ctx.view(head.id)
             n_tokens = 0 if step.full else min(view.ready, step.left)

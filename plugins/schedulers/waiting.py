@@ -1,6 +1,7 @@
 """The waiting line of the stock schedulers: ordered by a queue policy, a heap where keys do not change with time."""
 
 import heapq
+from itertools import islice
 from typing import Any
 
 from hotswap.core.interfaces.scheduler import QueuePolicy, RequestView
@@ -33,6 +34,10 @@ class WaitingLine:
         if len(self._heap) > 2 * len(self._views) + SLACK:
             self._heap = [entry for entry in self._heap if entry[1] in self._views]
             heapq.heapify(self._heap)
+
+    def longest(self, count: int) -> list[str]:
+        """Ids of the first ``count`` of those that wait, in the order in which they began to."""
+        return list(islice(self._views, count))
 
     def head(self, now: float) -> RequestView | None:
         """The next request in order that the policy's gate lets through."""

@@ -4,7 +4,12 @@ from hotswap.core.interfaces.kvcache import EvictionPolicy, KVCacheManager
 from hotswap.core.testing.eviction import EvictionPolicySuite
 from hotswap.core.testing.kvcache import KVCacheManagerSuite
 from hotswap.plugins.kvcache.contiguous import ContiguousKVCache
-from hotswap.plugins.kvcache.eviction import FirstInFirstOut, LeastRecentlyUsed
+from hotswap.plugins.kvcache.eviction import (
+    FirstInFirstOut,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    SegmentedLRU,
+)
 from hotswap.plugins.kvcache.paged import PagedKVCache
 from hotswap.plugins.kvcache.prefix import PrefixKVCache
 
@@ -29,6 +34,20 @@ class TestPrefixWithFirstInFirstOut(KVCacheManagerSuite):
         return PrefixKVCache(parts={"eviction": FirstInFirstOut()})
 
 
+class TestPrefixWithLeastFrequentlyUsed(KVCacheManagerSuite):
+    machine_examples = 40
+
+    def make_manager(self) -> KVCacheManager:
+        return PrefixKVCache(parts={"eviction": LeastFrequentlyUsed()})
+
+
+class TestPrefixWithSegmentedLRU(KVCacheManagerSuite):
+    machine_examples = 40
+
+    def make_manager(self) -> KVCacheManager:
+        return PrefixKVCache(parts={"eviction": SegmentedLRU()})
+
+
 class TestLeastRecentlyUsed(EvictionPolicySuite):
     def make_policy(self) -> EvictionPolicy:
         return LeastRecentlyUsed()
@@ -37,3 +56,18 @@ class TestLeastRecentlyUsed(EvictionPolicySuite):
 class TestFirstInFirstOut(EvictionPolicySuite):
     def make_policy(self) -> EvictionPolicy:
         return FirstInFirstOut()
+
+
+class TestLeastFrequentlyUsed(EvictionPolicySuite):
+    def make_policy(self) -> EvictionPolicy:
+        return LeastFrequentlyUsed()
+
+
+class TestSegmentedLRU(EvictionPolicySuite):
+    def make_policy(self) -> EvictionPolicy:
+        return SegmentedLRU()
+
+
+class TestSegmentedLRUWithATinyProtectedSegment(EvictionPolicySuite):
+    def make_policy(self) -> EvictionPolicy:
+        return SegmentedLRU(SegmentedLRU.Options(protected=0.2))

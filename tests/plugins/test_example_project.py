@@ -53,7 +53,7 @@ def python(tmp_path_factory):
 def test_once_installed_it_is_listed_with_its_package(python):
     listed = json.loads(run(python, "-m", "hotswap", "plugins", "--json").stdout)
     found = {(item["kind"], item["name"]): item for item in listed}
-    for key in (("queue_policy", "shortest_first"), ("scheduler", "strict")):
+    for key in (("queue_policy", "shortest_job"), ("scheduler", "strict")):
         assert found[key]["distribution"] == "hotswap-shortest-first"
         assert found[key]["status"] == "available"
         assert found[key]["contract"] == f"{key[0]}/1"
@@ -64,7 +64,7 @@ def test_a_config_that_names_it_is_accepted(python, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(
         "model: smollm2-135m-instruct\n"
-        "scheduler: {use: strict, policy: {use: shortest_first, tokens_per_second: 50}}\n")
+        "scheduler: {use: strict, policy: {use: shortest_job, tokens_per_second: 50}}\n")
     checked = run(python, "-m", "hotswap", "config", "check", config)
     assert checked.returncode == 0, checked.stderr
     assert "hotswap-shortest-first" in checked.stdout
@@ -84,7 +84,7 @@ def server(python, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(
         "model: smollm2-135m-instruct\ndtype: float32\ndevice: cpu\nmax_model_len: 512\n"
-        "scheduler: {use: strict, policy: shortest_first, max_running: 4}\nkvcache: {memory: 64MiB}\n"
+        "scheduler: {use: strict, policy: shortest_job, max_running: 4}\nkvcache: {memory: 64MiB}\n"
         "server: {port: 0}\n")
     process = subprocess.Popen([python, "-m", "hotswap", "serve", config], stderr=subprocess.PIPE, text=True)
     told = []

@@ -34,6 +34,40 @@ class TestStatic(SchedulerSuite):
         return build("scheduler", "static")
 
 
+class TestPrefillFirst(SchedulerSuite):
+    def make_scheduler(self) -> Scheduler:
+        return build("scheduler", "prefill_first")
+
+
+class TestPrefillFirstInTurns(SchedulerSuite):
+    kv = "prefix"
+
+    def make_scheduler(self) -> Scheduler:
+        return build("scheduler", "prefill_first", max_prefills_in_a_row=1, policy="priority")
+
+
+class TestShortestFirst(SchedulerSuite):
+    machine_examples = 30
+
+    def make_scheduler(self) -> Scheduler:
+        return build("scheduler", "chunked", policy="shortest_first")
+
+
+class TestLongestPrefixFirst(SchedulerSuite):
+    kv = "prefix"
+    machine_examples = 30
+
+    def make_scheduler(self) -> Scheduler:
+        return build("scheduler", "continuous", policy={"use": "longest_prefix_first", "max_overtaken": 3})
+
+
+class TestFairShare(SchedulerSuite):
+    machine_examples = 30
+
+    def make_scheduler(self) -> Scheduler:
+        return build("scheduler", "chunked", policy="fair_share")
+
+
 class Ageing(QueuePolicy):
     """By the time that is left of a patience, which is shorter for short prompts: keys change while requests wait."""
 
