@@ -29,9 +29,12 @@ class Observer(Component):
 
 class HookSpecs:
     @hookspec
-    def hotswap_engine_started(self, versions: dict[str, str], config: dict[str, Any], time: float) -> None:
-        """The engine is complete and about to serve; ``config`` is the effective one, secrets removed. The one hook
-        whose exception ends the start: what was asked for must work."""
+    def hotswap_engine_started(
+        self, versions: dict[str, str], config: dict[str, Any], replica: str, time: float,
+    ) -> None:
+        """The engine is complete and about to serve; ``config`` is the effective one, secrets removed; ``replica`` is
+        its name among the engines of a deployment, empty where it is alone. The one hook whose exception ends the
+        start: what was asked for must work."""
 
     @hookspec
     def hotswap_engine_stopped(self, time: float) -> None:
@@ -79,4 +82,5 @@ class HookSpecs:
 
     @hookspec
     def hotswap_server_routes(self, app: Any) -> None:
-        """The HTTP application is being built: add routes."""
+        """The HTTP application is being built: add routes. Called once an engine: of several replicas' observers, the
+        first adds the route and the others join it."""

@@ -91,10 +91,10 @@ def served_by(built: "Built") -> Served:
         sampling_defaults=defaults_of(checkpoint.generation_config) if config.server.generation_config else {},
         request_options=built.request_options, honoured=built.honoured, seed=config.seed,
         describe=lambda: {
-            "components": built.components.listing(), "config": built.resolved.effective(),
+            "components": built.listing(), "config": built.resolved.effective(),
             "notes": [*built.warnings, *built.notes],
         },
-        install_routes=lambda app: built.components.observers.notify("hotswap_server_routes", app=app),
+        install_routes=lambda app: built.install_routes(app),
     )
 
 

@@ -82,6 +82,7 @@ def check_config(config: Config, registry: Registry) -> Components:
     problems += unmet(dict(components.walk()))
     problems += _twice(components)
     problems += _deployments(components)
+    problems += _roles(config, registry, components)
     problems += _files(config)
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
@@ -218,9 +219,11 @@ def _model_options(config: Config, registry: Registry) -> list[Problem]:
 
 
 def _twice(components: Components) -> list[Problem]:
-    """A logits processor that ran twice would count every penalty twice, an observer every token."""
+    """A logits processor that ran twice would count every penalty twice, an observer every token. Deployments nest."""
     problems, seen = [], set()
     for path, component in components.built.items():
+        if component.kind == Deployment.kind:
+            continue
         place = path.rpartition("[")[0], component.origin
         if place in seen:
             problems.append(Problem(path, f"'{component.name}' is listed twice."))
@@ -237,11 +240,36 @@ def _files(config: Config) -> list[Problem]:
 
 
 def _deployments(components: Components) -> list[Problem]:
-    """The contract stands, but nothing here starts several engines yet."""
-    return [
-        Problem(path, f"{component.label} runs several engines, which this version cannot; remove it.")
-        for path, component in components.built.items() if component.kind == Deployment.kind
-    ]
+    """A deployment runs engines, of which a strategy spreads one over ranks: none may stand behind a strategy."""
+    problems, strategy = [], None
+    for path, component in components.built.items():
+        if not path.startswith("parallel["):
+            continue
+        if component.kind != Deployment.kind:
+            strategy = component
+        elif strategy is not None:
+            problems.append(Problem(path, (
+                f"{component.label} runs several engines and cannot stand behind {strategy.label}, which spreads one "
+                "over several ranks; put it before.")))
+    return problems
+
+
+def _roles(config: Config, registry: Registry, components: Components) -> list[Problem]:
+    """What is wrong with the strategies that a role of a deployment names for itself."""
+    problems = []
+    for path, deployment in components.built.items():
+        if deployment.kind != Deployment.kind:
+            continue
+        for role in cast(Deployment, deployment).roles():
+            if role.parallel is None:
+                continue
+            try:
+                check_config(config.model_copy(update={"parallel": list(role.parallel)}), registry)
+            except ConfigError as error:
+                problems += [
+                    Problem(join(path, role.path) + found.path.removeprefix("parallel"), found.message)
+                    for found in problems_of(error) if found.path.startswith("parallel")]
+    return problems
 
 
 def _drafts(config: Config, lookahead: int) -> list[Problem]:

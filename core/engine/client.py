@@ -3,13 +3,13 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hotswap.core.blame import blame
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.errors import EngineStoppedError, QueueFullError
-from hotswap.core.interfaces.parallel import Loads
+from hotswap.core.interfaces.parallel import EngineStatus, EventListener, Loads
 from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(
         self, loop: EngineLoop, *, max_queue: int | None = None, watchdog_s: float = 60.0,
-        on_stop: Callable[[], None] | None = None,
+        on_stop: Callable[[], None] | None = None, name: str = "",
     ) -> None:
         self.loop, self._max_queue, self._watchdog_s = loop, max_queue, watchdog_s
         self._on_stop = on_stop
@@ -36,7 +36,7 @@ class Engine:
         self._ended = False  # under the lock: no command that comes after it would be taken
         self._failure: str | None = None
         self._idle = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hotswap-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"hotswap-loop{name and '-' + name}", daemon=True)
         self._thread.start()
 
     # EngineClient
@@ -62,8 +62,19 @@ class Engine:
         busy = usage.held + usage.fenced
         return Loads(len(pool.running), pool.waiting + self._queued, busy / max(1, usage.total))
 
+    def engines(self) -> Sequence[EngineStatus]:
+        return ()
+
+    def watch(self, listener: EventListener) -> None:
+        self.call(lambda: self.loop.watch(listener))
+
     def reset(self) -> int:
-        return int(self.call(self.loop.parts.kv.reset))
+        return int(self.call(self._reset))
+
+    def _reset(self) -> int:
+        dropped = self.loop.parts.kv.reset()
+        self.loop.tell_events()
+        return dropped
 
     @property
     def failure(self) -> str | None:

@@ -17,7 +17,7 @@ from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs, last_words
 from hotswap.core.engine.pool import DONE, RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Verdict
-from hotswap.core.interfaces.parallel import Executor, Ticket
+from hotswap.core.interfaces.parallel import EventListener, Executor, Ticket
 from hotswap.core.interfaces.scheduler import Scheduler, StepOutcome
 from hotswap.core.request import FinishReason, OutputSink, Request
 
@@ -69,6 +69,7 @@ class EngineLoop:
         self.failed_plans = 0
         self.last_plan_error: str | None = None
         self._drops: list[str] = []
+        self._listeners: list[EventListener] = []
         parts.kv.keep_events(parts.observers.active)
 
     # requests
@@ -102,6 +103,11 @@ class EngineLoop:
                 self.finish(state, reason, error)
             except Exception:
                 logger.exception("request %s could not give back what it holds", state.id)
+
+    def watch(self, listener: EventListener) -> None:
+        """Tell ``listener`` which cached pages come and go, from now on."""
+        self._listeners.append(listener)
+        self.parts.kv.keep_events(True)
 
     # the loop
 
@@ -200,6 +206,8 @@ class EngineLoop:
             StepOutcome(step.step_id, now, kept, duration)))
         if self.parts.observers.active:
             self._report(step, verdict, voided, now, duration)
+        if self.parts.observers.active or self._listeners:
+            self.tell_events()
         if step.states:
             self.progress_at = now
 
@@ -309,10 +317,20 @@ class EngineLoop:
     def _report(
         self, step: StepInFlight, verdict: Verdict, voided: list[str], now: float, duration: float,
     ) -> None:
-        kv, observers = self.parts.kv, self.parts.observers
-        observers.notify(
-            "hotswap_step_finished", verdict=verdict, requests=step.states, voided=voided, usage=kv.usage(), time=now,
-            duration=duration,
+        self.parts.observers.notify(
+            "hotswap_step_finished", verdict=verdict, requests=step.states, voided=voided, usage=self.parts.kv.usage(),
+            time=now, duration=duration,
         )
-        if events := kv.events():
-            observers.notify("hotswap_pages_evicted", events=events, time=now)
+
+    def tell_events(self) -> None:
+        """What has happened to cached pages since the last time, to those who listen."""
+        events = self.parts.kv.events()
+        if not events:
+            return
+        if self.parts.observers.active:
+            self.parts.observers.notify("hotswap_pages_evicted", events=events, time=self.clock.now())
+        for listener in self._listeners:
+            try:
+                listener(events)
+            except Exception:
+                logger.exception("a listener to page events raised")

@@ -1,8 +1,9 @@
 """One rank: a loaded model, its cache and its runner, behind the Worker protocol."""
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,9 +56,25 @@ class WorkerSettings:
         return cls(dtype, device, max_model_len, scheduler.max_batch_tokens, scheduler.max_running, threads)
 
 
+class LoadOnce:
+    """Of the workers that run one model in one process, the first loads it, and the others wait for that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._weight_bytes: int | None = None
+
+    def ensure(self, load: Callable[[], int]) -> int:
+        """``load`` returns the bytes of the weights; so does this, every time."""
+        with self._lock:
+            if self._weight_bytes is None:
+                self._weight_bytes = load()
+            return self._weight_bytes
+
+
 @dataclass(frozen=True)
 class WorkerBuilder:
-    """A :class:`WorkerFactory`: it builds and loads the worker where it is called."""
+    """A :class:`WorkerFactory`: it builds and loads the worker where it is called. ``loading`` is that of every builder
+    with the same ``model``."""
 
     checkpoint: "Checkpoint"
     model: Model
@@ -66,6 +83,7 @@ class WorkerBuilder:
     processors: Sequence[LogitsProcessor]
     settings: WorkerSettings
     clock: Callable[[], float] | None = None
+    loading: LoadOnce = field(default_factory=LoadOnce)
 
     def __call__(self, plan: RankPlan, rank: int, mesh: Mesh | None = None) -> "ModelWorker":
         mesh, settings, model = mesh or LOCAL_MESH, self.settings, self.model
@@ -75,13 +93,18 @@ class WorkerBuilder:
                 "starts processes, or leave the list empty", "parallel")
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)  # a property of the calling thread
-        model.build(self.checkpoint.config, mesh, getattr(torch, settings.dtype), settings.device)
-        check_support(self.attention, model.attention_shapes({}), settings)
-        with self.checkpoint.weights() as weights:
-            model.load(weights)
+        weight_bytes = self.loading.ensure(lambda: self._load(mesh))
         return ModelWorker(
             model, model.facts(self.checkpoint.config), self.attention, self.speculator, self.processors, settings,
-            self.clock or SystemClock().now, mesh, rank, weights.taken * getattr(torch, settings.dtype).itemsize)
+            self.clock or SystemClock().now, mesh, rank, weight_bytes)
+
+    def _load(self, mesh: Mesh) -> int:
+        dtype = getattr(torch, self.settings.dtype)
+        self.model.build(self.checkpoint.config, mesh, dtype, self.settings.device)
+        check_support(self.attention, self.model.attention_shapes({}), self.settings)
+        with self.checkpoint.weights() as weights:
+            self.model.load(weights)
+        return int(weights.taken * dtype.itemsize)
 
     def recipe(self) -> WorkerRecipe:
         parts: dict[str, Component | Sequence[Component]] = {

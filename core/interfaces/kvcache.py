@@ -123,11 +123,13 @@ class CacheUsage:
 
 @dataclass(frozen=True)
 class CacheEvent:
-    """``kind`` is "stored", "evicted" or "reset"; ``keys`` are page digests (hex)."""
+    """``kind`` is "stored", "evicted" or "reset"; ``keys`` are page digests (hex) of ``page_size`` tokens each, and all
+    before them: who knows the key function can tell what a prompt would find."""
 
     kind: str
     group: str
     keys: tuple[str, ...] = ()
+    page_size: int = 0
 
 
 @dataclass(frozen=True)

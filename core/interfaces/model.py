@@ -25,7 +25,9 @@ class ModelFacts:
     """``axes``: the sizes of the logical axes that the model has ("heads", "kv_heads", "mlp", "vocab", "expert",
     "expert_mlp", "layers" …): what strategies shard. ``expert_mlp`` is the inner axis of one expert.
 
-    ``vocab_size`` is the width of the logits; every token id of a request is checked against it.
+    ``vocab_size`` is the width of the logits; every token id of a request is checked against it. ``concurrent``:
+    whether several threads may call ``forward`` and ``head`` of one model at once, because nothing but weights is kept
+    between calls; engines that run in one process then share the model, and its weights are loaded once.
     """
 
     architecture: str
@@ -34,6 +36,7 @@ class ModelFacts:
     vocab_size: int
     max_position: int
     axes: dict[str, int] = field(default_factory=dict)
+    concurrent: bool = False
 
 
 class Attend(Protocol):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from hotswap.core.interfaces.component import Component
-from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
+from hotswap.core.interfaces.component import Component, ComponentRef
+from hotswap.core.interfaces.kvcache import CacheEvent, CachePlan, CacheSpec
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.request import OutputSink, Request
@@ -36,6 +36,16 @@ class MeshDim:
 
 
 @dataclass(frozen=True)
+class Replica:
+    """Where an engine stands among the engines of its process, in the order in which the deployments name them."""
+
+    name: str = ""
+    """Unique among them, such as "1" or "0.decode1"; empty for an engine without a deployment."""
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """What the folded strategies ask for. An empty plan is one rank. Ranks are numbered row by row over ``dims``, the
     outermost first: neighbours in number are neighbours in the innermost dimension."""
@@ -45,6 +55,8 @@ class RankPlan:
     """Greatest number of steps in flight; None: no limit."""
     chained: bool = True
     """Whether one request may be in two steps in flight."""
+    replica: Replica = Replica()
+    """Which engine this is, for strategies that span engines and for choosing devices."""
 
     @property
     def world_size(self) -> int:
@@ -208,12 +220,29 @@ class Launcher(Component):
 
 @dataclass(frozen=True)
 class Loads:
-    """What a router may know of an engine."""
+    """What a router may know of an engine. ``running`` and ``waiting`` count requests, ``kv_usage`` is a share of the
+    pages. ``dispatched``: requests sent there that have not ended, counted by who sent them at the moment of sending,
+    so that a burst is seen before the engine has reported it; 0 where nobody counts."""
 
     running: int
     waiting: int
     kv_usage: float
+    dispatched: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """One engine of a deployment. ``problem``: what ``health`` says, None when well."""
+
+    name: str
+    role: str
+    problem: str | None
+    loads: Loads
+
+
+EventListener = Callable[[Sequence[CacheEvent]], None]
+"""Called from an engine's loop thread; must not block."""
 
 
 class EngineClient(Protocol):
@@ -229,6 +258,12 @@ class EngineClient(Protocol):
         """End a request; a no-op where it has ended. Its sink still gets exactly one final output."""
 
     def loads(self) -> Loads: ...
+
+    def engines(self) -> Sequence[EngineStatus]:
+        """Of a deployment: every engine behind it; of an engine: nothing."""
+
+    def watch(self, listener: EventListener) -> None:
+        """Tell ``listener`` from now on which cached pages come and go."""
 
     def reset(self) -> int:
         """Drop the reusable prefix cache; returns the number of pages dropped."""
@@ -246,14 +281,52 @@ class EngineClient(Protocol):
     def stop(self) -> None: ...
 
 
+class Candidate(NamedTuple):
+    """An engine that takes requests. ``engine``: its number in the deployment, the same for as long as it runs."""
+
+    engine: int
+    role: str
+    loads: Loads
+
+
 class Router(Component):
-    """Chooses the engine for a request."""
+    """Chooses the engine for a request. Its deployment calls it from one thread at a time."""
 
     kind: ClassVar[str] = "router"
     contract: ClassVar[str] = "router/1"
+    reads_events: ClassVar[bool] = False
+    """Whether ``observe`` is to be called."""
 
     @abstractmethod
-    def pick(self, request: Request, loads: Sequence[Loads], roles: Sequence[str]) -> int: ...
+    def pick(self, request: Request, candidates: Sequence[Candidate]) -> int:
+        """The ``engine`` of one of the ``candidates``, of which there is at least one; engines that are down or full
+        are not among them. Takes microseconds: it is asked while a request waits."""
+
+    def observe(self, engine: int, events: Sequence[CacheEvent]) -> None:
+        """Cached pages have come or gone at ``engine``."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """``replicas`` engines of a deployment that do the same.
+
+    ``parallel``: their own strategies, given by the deployment's option ``path``; None: those behind the deployment in
+    the config's list.
+    """
+
+    name: str
+    replicas: int
+    parallel: tuple[ComponentRef, ...] | None = None
+    path: str = ""
+
+
+class EngineFactory(NamedTuple):
+    """Starts one of the engines that a deployment asked for, or a deployment of such. ``start`` loads weights, raises
+    ConfigError, and several may be started at the same time."""
+
+    name: str
+    role: str
+    start: Callable[[], EngineClient]
 
 
 class Deployment(Component):
@@ -263,4 +336,10 @@ class Deployment(Component):
     contract: ClassVar[str] = "deployment/1"
 
     @abstractmethod
-    def start(self, factories: Sequence[Callable[[], EngineClient]]) -> EngineClient: ...
+    def roles(self) -> Sequence[Role]:
+        """What engines it needs."""
+
+    @abstractmethod
+    def start(self, factories: Sequence[EngineFactory]) -> EngineClient:
+        """Start the engines, ``replicas`` of each role in the order of ``roles``. Where one cannot be started, those
+        that run are stopped and its error is raised."""

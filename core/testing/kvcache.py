@@ -336,7 +336,9 @@ class KVCacheManagerSuite:
         h.kv.keep_events(True)
         h.run("b", prompt(2))
         h.kv.reset()
-        kinds = [event.kind for event in h.kv.events()]
+        events = h.kv.events()
+        kinds = [event.kind for event in events]
+        assert {event.page_size for event in events} == {PAGE}
         assert [kinds.count(kind) for kind in ("evicted", "stored", "reset")] == [kinds.count("evicted"), 1, 1]
         assert kinds[0] == "evicted" and kinds[-1] == "reset" and h.kv.events() == []
 

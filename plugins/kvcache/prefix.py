@@ -184,7 +184,8 @@ class PrefixKVCache(PagedKVCache):
     def _tell(self, kind: str, pool: IndexedPool, nodes: Sequence[Node]) -> None:
         if self._events is not None and nodes:
             self._collect_evicted(pool)
-            self._events.append(CacheEvent(kind, pool.group, tuple(node.digest.hex() for node in nodes)))
+            self._events.append(CacheEvent(
+                kind, pool.group, tuple(node.digest.hex() for node in nodes), self._page_size))
 
     def _retract(self, table: Table) -> None:
         """Also those pages that have left the table's window: nobody can say that they are sound."""
@@ -209,7 +210,7 @@ class PrefixKVCache(PagedKVCache):
         if self._events is not None:
             for pool in self._indexes:
                 pool.removed = []
-                self._events.append(CacheEvent("reset", pool.group))
+                self._events.append(CacheEvent("reset", pool.group, page_size=self._page_size))
         return dropped
 
     # ------------------------------------------------------------------ fork, hand-over, events, check
@@ -264,7 +265,8 @@ class PrefixKVCache(PagedKVCache):
 
     def _collect_evicted(self, pool: IndexedPool) -> None:
         if self._events is not None and pool.removed:
-            self._events.append(CacheEvent("evicted", pool.group, tuple(digest.hex() for digest in pool.removed)))
+            self._events.append(CacheEvent(
+                "evicted", pool.group, tuple(digest.hex() for digest in pool.removed), self._page_size))
             pool.removed = []
 
     def check(self) -> None:

@@ -41,7 +41,9 @@ class DecoderModel(Model):
             axes["mlp"] = c.mlp_size
         if c.experts and sparse:
             axes |= {"expert": c.experts.count, "expert_mlp": c.experts.size}
-        return ModelFacts(c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes)
+        return ModelFacts(
+            c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes,
+            concurrent=not sparse)  # experts count their tokens
 
     def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
         self.config = c = DecoderConfig.from_hf(config)

@@ -14,6 +14,7 @@ from hotswap.core.hooks import Observer, hookimpl
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CacheUsage, Grant
 from hotswap.core.interfaces.messages import StepMessage, Verdict
+from hotswap.plugins.observers.files import of_replica
 
 
 @dataclass
@@ -64,7 +65,8 @@ class Bill(Observer):
 
     class Options(ComponentOptions):
         path: Path | None = None
-        """Where to append the lines; by default nowhere."""
+        """Where to append the lines; by default nowhere. Of several replicas each writes its own: the name gets the
+        replica's before its suffix."""
         keep: Annotated[int, Field(ge=0)] = 1000
         """How many invoices stay in memory."""
 
@@ -79,10 +81,13 @@ class Bill(Observer):
         self._file: TextIO | None = None
 
     @hookimpl
-    def hotswap_engine_started(self, versions: dict[str, str], config: dict[str, Any], time: float) -> None:
+    def hotswap_engine_started(
+        self, versions: dict[str, str], config: dict[str, Any], replica: str, time: float,
+    ) -> None:
         if self.options.path is not None:
-            self.options.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.options.path.open("a", encoding="utf-8")
+            path = of_replica(self.options.path, replica)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
 
     @hookimpl
     def hotswap_engine_stopped(self, time: float) -> None:

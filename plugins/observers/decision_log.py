@@ -15,6 +15,7 @@ from hotswap.core.hooks import Observer, hookimpl
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CacheUsage
 from hotswap.core.interfaces.messages import StepMessage, Verdict
+from hotswap.plugins.observers.files import of_replica
 
 FORMAT = 1
 
@@ -29,7 +30,8 @@ class DecisionLog(Observer):
 
     class Options(ComponentOptions):
         path: Path
-        """Where to write; an existing file is replaced."""
+        """Where to write; an existing file is replaced. Of several replicas each writes its own: the name gets the
+        replica's before its suffix."""
         tokens: bool = False
         """Write token ids instead of page digests. Prompts can then be read from the log."""
         page_size: Annotated[int, Field(ge=1)] = 16
@@ -44,11 +46,14 @@ class DecisionLog(Observer):
         self._key = secrets.token_bytes(32)
 
     @hookimpl
-    def hotswap_engine_started(self, versions: dict[str, str], config: dict[str, Any], time: float) -> None:
-        self.options.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.options.path.open("w", encoding="utf-8")
-        self._write("header", time, format=FORMAT, versions=versions, config=config, tokens=self.options.tokens,
-                    page_size=self.options.page_size)
+    def hotswap_engine_started(
+        self, versions: dict[str, str], config: dict[str, Any], replica: str, time: float,
+    ) -> None:
+        path = of_replica(self.options.path, replica)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self._write("header", time, format=FORMAT, versions=versions, config=config, replica=replica,
+                    tokens=self.options.tokens, page_size=self.options.page_size)
 
     @hookimpl
     def hotswap_engine_stopped(self, time: float) -> None:

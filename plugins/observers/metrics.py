@@ -1,5 +1,6 @@
 """Metrics for Prometheus, under vLLM's names with ``hotswap:`` before them."""
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -84,12 +85,22 @@ class _Source(Collector):
         return self._families()
 
 
+def joined(sources: Iterable[Iterable[Metric]]) -> Iterator[Metric]:
+    """The families of several engines: each name once, with the samples of all."""
+    families: dict[str, Metric] = {}
+    for family in itertools.chain.from_iterable(sources):
+        known = families.setdefault(family.name, family)
+        if known is not family:
+            known.samples.extend(family.samples)
+    yield from families.values()
+
+
 class Metrics(Observer):
     """Counts requests, tokens, steps, cache hits and drafts, and serves them at ``/metrics``.
 
     Choose it whenever somebody watches. Every request ends in exactly one ``finished_reason``; the gauges are read off
     the live requests when Prometheus asks, so that they cannot drift. Its registry is its own: nothing of the process
-    is shown.
+    is shown. The engines of a deployment are told apart by the label ``replica``; sums over it are the server's.
     """
 
     class Options(ComponentOptions):
@@ -107,7 +118,7 @@ class Metrics(Observer):
         self._first: dict[str, RequestState] = {}  # have begun, and have no token yet
         self._last_tokens = LastTokens()
         self._kv_usage = 0.0
-        self._model = ""
+        self._model = self._replica = ""
         self._prefixes = ["hotswap:", "vllm:"] if self.options.vllm_alias else ["hotswap:"]
         self.registry = CollectorRegistry()
         self.registry.register(_Source(self.families))
@@ -115,7 +126,10 @@ class Metrics(Observer):
     # What happens
 
     @hookimpl
-    def hotswap_engine_started(self, versions: dict[str, str], config: dict[str, Any], time: float) -> None:
+    def hotswap_engine_started(
+        self, versions: dict[str, str], config: dict[str, Any], replica: str, time: float,
+    ) -> None:
+        self._replica = replica
         server, model = config.get("server", {}), config.get("model", {})
         self._model = server.get("served_model_name") or public_name(model.get("path") or model.get("name") or "")
 
@@ -213,8 +227,16 @@ class Metrics(Observer):
     def hotswap_server_routes(self, app: Any) -> None:
         from starlette.responses import Response
 
+        shown: list[Metrics] | None = getattr(app.state, "metrics", None)
+        if shown is not None:  # another engine's has added the route
+            shown.append(self)
+            return
+        shown = app.state.metrics = [self]
+        registry = CollectorRegistry()
+        registry.register(_Source(lambda: joined(one.families() for one in shown)))
+
         def metrics() -> Response:
-            return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+            return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
         app.add_api_route("/metrics", metrics, include_in_schema=False)
 
@@ -238,6 +260,8 @@ class Metrics(Observer):
         self, prefix: str, gauges: dict[str, tuple[str, float]], counts: dict[str, int], reasons: dict[str, int],
     ) -> Iterator[Metric]:
         labels, values = ["model_name"], [self._model]
+        if self._replica:
+            labels, values = [*labels, "replica"], [*values, self._replica]
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(prefix + name, text, labels=labels)
             gauge.add_metric(values, value)

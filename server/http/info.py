@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from hotswap import __version__
+from hotswap.core.interfaces.parallel import Loads
 from hotswap.server.http.api import Api
 from hotswap.server.http.body import read_body, validate
 from hotswap.server.http.errors import ApiError
@@ -21,7 +22,7 @@ def health(api: Api) -> Response:
     """200 while work gets done; 503 with the reason otherwise."""
     problem = api.served.engine.health()
     if problem is not None:
-        raise ApiError(503, _PATH.sub("<path>", problem.splitlines()[0]), code="unhealthy")
+        raise ApiError(503, _without_paths(problem), code="unhealthy")
     return JSONResponse({"status": "ok"})
 
 
@@ -55,13 +56,27 @@ def version() -> dict[str, Any]:
 
 def server_info(api: Api) -> dict[str, Any]:
     """Which components serve, from which packages, with which options; and what holds where a request says nothing."""
-    loads = api.served.engine.loads()
+    engine = api.served.engine
+    engines = [
+        {"name": one.name, "role": one.role, "problem": one.problem and _without_paths(one.problem),
+         **_loads(one.loads)}
+        for one in engine.engines()
+    ]
     return {
         "version": __version__, "model": _model(api),
         "sampling_defaults": api.frontend.sampling({}).model_dump(mode="json"),
-        "loads": {"running": loads.running, "waiting": loads.waiting, "kv_usage": loads.kv_usage},
+        "loads": _loads(engine.loads()), **({"engines": engines} if engines else {}),
         **api.served.describe(),
     }
+
+
+def _loads(loads: Loads) -> dict[str, float]:
+    return {"running": loads.running, "waiting": loads.waiting, "kv_usage": loads.kv_usage, **loads.extra}
+
+
+def _without_paths(problem: str) -> str:
+    """What a client may read of a problem: its first line, without the paths of this machine."""
+    return _PATH.sub("<path>", problem.splitlines()[0])
 
 
 def _text_or_chat(data: dict[str, Any]) -> TokenizeText | TokenizeChat:

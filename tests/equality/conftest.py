@@ -1,8 +1,10 @@
 """Whole engines, from a config to tokens, against transformers' own greedy generation."""
 
+import contextlib
 import importlib.util
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -240,6 +242,122 @@ def run() -> Iterator[Any]:
     yield start
     for running in started:
         running.built.engine.stop()
+
+
+class Deployed:
+    """Several engines behind one face, each with a counting observer."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.built: Built = build_engine(load_config(config, environ={}), progress=False)
+        self.counting = [Counting() for _ in self.built.engines]
+        for built, counting in zip(self.built.engines, self.counting, strict=True):
+            built.components.add(counting)
+        self.count = 0
+
+    @property
+    def seen(self) -> list[Counter[str]]:
+        """Of each engine."""
+        return [counting.seen for counting in self.counting]
+
+    def name(self, index: int) -> str:
+        return f"{self.count}-{index}"
+
+    def request(self, index: int, prompt: Sequence[int], **sampling: Any) -> Request:
+        sampling = {"temperature": 0, "ignore_eos": True, **sampling}
+        return Request(self.name(index), list(prompt), SamplingParams(**sampling), seed=sampling.get("seed", 0))
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, abort: Mapping[int, int] | None = None,
+        **sampling: Any,
+    ) -> list[tuple[Answer, threading.Event]]:
+        """Add all; each answer is whole when its event is set. ``abort``: which are given up, after how many tokens."""
+        boxes = [(Answer(), threading.Event()) for _ in prompts]
+        for index, (prompt, (answer, ended)) in enumerate(zip(prompts, boxes, strict=True)):
+            def sink(output: RequestOutput, index: int = index, answer: Answer = answer, ended: Any = ended) -> None:
+                answer.add(output)
+                if len(answer.token_ids) >= (abort or {}).get(index, 1 << 30):
+                    self.built.engine.abort(output.request_id)
+                if output.finish_reason:
+                    assert not ended.is_set(), "a second last output"
+                    ended.set()
+
+            self.built.engine.add(self.request(index, prompt, max_tokens=max_tokens, **sampling), sink)
+        return boxes
+
+    def wait(self, boxes: list[tuple[Answer, threading.Event]]) -> list[Answer]:
+        for _, ended in boxes:
+            assert ended.wait(60), f"a request did not end: {self.built.engine.engines()}"
+        self.count += 1
+        return [answer for answer, _ in boxes]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, abort: Mapping[int, int] | None = None,
+        **sampling: Any,
+    ) -> list[list[int]]:
+        answers = self.wait(self.submit(prompts, max_tokens, abort, **sampling))
+        for index, answer in enumerate(answers):
+            assert answer.error is None, answer.error
+            assert index in (abort or {}) or len(answer.token_ids) == max_tokens
+        return [answer.token_ids for answer in answers]
+
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """No loop takes a turn: what is sent meanwhile is seen by none of them."""
+        go, halted = threading.Event(), threading.Barrier(len(self.built.engines) + 1)
+
+        def halt() -> None:
+            halted.wait(10)
+            go.wait(60)
+
+        threads = [threading.Thread(target=built.engine.call, args=(halt,)) for built in self.built.engines]
+        for thread in threads:
+            thread.start()
+        halted.wait(10)
+        try:
+            yield
+        finally:
+            go.set()
+            for thread in threads:
+                thread.join()
+
+    def lose(self, number: int) -> None:
+        """An engine's loop ends by itself."""
+        loop = self.built.engines[number].engine.loop
+
+        def collapse() -> bool:
+            raise RuntimeError("planted: the device is lost")
+
+        self.built.engines[number].engine.call(lambda: setattr(loop, "turn", collapse))
+        end = time.monotonic() + 10
+        while self.built.engines[number].engine.failure is None and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def assert_idle(self) -> None:
+        self.built.engine.drain(30)
+        assert self.built.engine.loads().dispatched == 0
+
+    def assert_clean(self) -> None:
+        for built in self.built.engines:
+            loop = built.engine.loop
+            built.engine.call(loop.parts.kv.check)
+            usage = loop.parts.kv.usage()
+            assert (usage.held, usage.fenced) == (0, 0), built.replica.name
+            assert not loop.pool.states
+        assert self.built.engine.loads().dispatched == 0
+
+
+@pytest.fixture
+def deploy() -> Iterator[Any]:
+    """``deploy(config)`` starts the engines of a deployment, which are stopped after the test."""
+    started: list[Deployed] = []
+
+    def start(config: dict[str, Any]) -> Deployed:
+        started.append(Deployed(config))
+        return started[-1]
+
+    yield start
+    for deployed in started:
+        deployed.built.engine.stop()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ PARTS = """
     from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part, Requirement
     from hotswap.core.interfaces.kvcache import KVCacheManager
     from hotswap.core.interfaces.logits import LogitsProcessor
-    from hotswap.core.interfaces.parallel import Deployment, Executor, ShardStrategy
+    from hotswap.core.interfaces.parallel import Deployment, Executor, Role, ShardStrategy
     from hotswap.core.interfaces.scheduler import QueuePolicy, Scheduler
     from hotswap.core.interfaces.speculator import Speculator, SpeculatorNeeds
 
@@ -49,7 +49,13 @@ PARTS = """
     FakeExecutor = concrete(Executor)
     FakeProcessor = concrete(LogitsProcessor)
     FakeShard = concrete(ShardStrategy)
-    FakeDeployment = concrete(Deployment)
+    FakeDeployment = concrete(Deployment, roles=lambda self: ())
+
+    class Sides(ComponentOptions):
+        left: list[ComponentRef] = []
+
+    WithRoles = concrete(Deployment, Options=Sides, roles=lambda self: [
+        Role("left", 1, tuple(self.options.left), "left"), Role("right", 1)])
     FakeObserver = concrete(Observer)
 """
 POINTS: dict[str, dict[str, str]] = {
@@ -61,7 +67,7 @@ POINTS: dict[str, dict[str, str]] = {
     "hotswap.executor": {"fake": "parts:FakeExecutor"},
     "hotswap.logits_processor": {"fake": "parts:FakeProcessor", "second": "parts:FakeProcessor"},
     "hotswap.shard": {"fake": "parts:FakeShard"},
-    "hotswap.deployment": {"copies": "parts:FakeDeployment"},
+    "hotswap.deployment": {"copies": "parts:FakeDeployment", "roles": "parts:WithRoles"},
     "hotswap.observer": {"fake": "parts:FakeObserver"},
 }
 BASE: dict[str, Any] = {

@@ -36,9 +36,20 @@ def test_every_named_component_is_built_and_found_under_its_config_path(check):
     assert components.notes == ()
 
 
-def test_a_deployment_is_refused_as_long_as_nothing_can_run_it(check):
-    assert "parallel[0]: deployment:copies runs several engines, which this version cannot" in refusal(
-        check, parallel=["copies", "fake"])
+def test_deployments_nest_and_lead_the_list(check):
+    check(parallel=["copies", "copies", "fake"])
+    assert "parallel[1]: deployment:copies runs several engines and cannot stand behind shard:fake" in refusal(
+        check, parallel=["fake", "copies"])
+
+
+def test_what_is_wrong_with_the_strategies_of_a_role_is_told_under_its_own_path(check):
+    check(parallel=[{"use": "roles", "left": ["fake"]}])
+    for left, message in (
+        (["tensr"], "parallel[0].left[0]: no shard is called 'tensr'"),
+        (["fake", "copies"], "parallel[0].left[1]: deployment:copies runs several engines"),
+        (["fake", "fake"], "parallel[0].left[1]: 'fake' is listed twice"),
+    ):
+        assert message in refusal(check, parallel=[{"use": "roles", "left": left}, "fake"])
 
 
 def test_an_unmet_requirement_of_a_part_names_both_sides_the_reason_and_the_key_to_change(check):

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -20,7 +20,7 @@ from hotswap.core.engine.outputs import absorb, last_words
 from hotswap.core.engine.pool import RequestState
 from hotswap.core.errors import EngineStoppedError, QueueFullError
 from hotswap.core.interfaces.messages import RowVerdict
-from hotswap.core.interfaces.parallel import Loads
+from hotswap.core.interfaces.parallel import EngineStatus, EventListener, Loads
 from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.core.request import FinishReason, OutputSink, Request, TokenLogprob
 from hotswap.server.app import create_app
@@ -101,6 +101,12 @@ class FakeEngine:
 
     def loads(self) -> Loads:
         return Loads(len(self.running), len(self.waiting), 0.0)
+
+    def engines(self) -> Sequence[EngineStatus]:
+        return ()
+
+    def watch(self, listener: EventListener) -> None:
+        """It caches no pages."""
 
     def reset(self) -> int:
         self.resets += 1

@@ -19,7 +19,7 @@ def watched(use: str, rig_options: dict[str, Any] | None = None, **options: Any)
     live.add(observer)
     rig = make_rig(observers=live.observers, **(rig_options or {}))
     live.observers.notify(
-        "hotswap_engine_started", versions={}, config={"model": {"name": "toy"}, "server": {}}, time=0.0)
+        "hotswap_engine_started", versions={}, replica="", config={"model": {"name": "toy"}, "server": {}}, time=0.0)
     return observer, rig, live
 
 
@@ -115,7 +115,7 @@ def test_metrics_are_served(start):
     live = LiveComponents()
     live.add(build("observer", "metrics", vllm_alias=True))
     live.observers.notify(
-        "hotswap_engine_started", versions={}, time=0.0,
+        "hotswap_engine_started", versions={}, replica="", time=0.0,
         config={"model": {"name": "toy"}, "server": {"served_model_name": "mine"}})
     server = start(served={"install_routes": lambda app: live.observers.notify("hotswap_server_routes", app=app)})
     answer = httpx.get(f"{server.url}/metrics")

@@ -1,0 +1,209 @@
+"""The engines that a config asks for, each made of parts of its own; what they share is opened once.
+
+Without a deployment that is one engine. A deployment leads the config's ``parallel`` list, says which engines it needs,
+and gets a factory for each; a factory may start another deployment, since the rest of the list may begin with one.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from hotswap.core.config import Config, ResolvedConfig
+from hotswap.core.config.check import Components, check_config
+from hotswap.core.engine.client import Engine
+from hotswap.core.engine.clock import Clock
+from hotswap.core.engine.context import Limits
+from hotswap.core.engine.loop import EngineLoop, Parts
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import ComponentRef
+from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan
+from hotswap.core.interfaces.model import Model, ModelFacts
+from hotswap.core.interfaces.parallel import (
+    Deployment,
+    EngineClient,
+    EngineFactory,
+    RankPlan,
+    Replica,
+    WorkerInfo,
+)
+from hotswap.core.live import LiveComponents
+from hotswap.core.registry import Registry
+
+if TYPE_CHECKING:
+    from hotswap.core.execution.worker import WorkerBuilder
+    from hotswap.core.modeling.checkpoint import Checkpoint
+
+
+@dataclass
+class BuiltEngine:
+    """One engine loop and what it is made of."""
+
+    replica: Replica
+    engine: Engine
+    components: LiveComponents
+    cache_plan: CachePlan
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One engine before it is started. ``config``: with only the strategies that are its own."""
+
+    config: Config
+    parts: Components
+    ranks: RankPlan
+
+
+class Assembly:
+    """Starts what the config asks for. Everything that can be refused without loading is refused by the constructor."""
+
+    def __init__(
+        self, resolved: ResolvedConfig, registry: Registry, parts: Components, checkpoint: "Checkpoint",
+        facts: ModelFacts, max_model_len: int, clock: Clock,
+    ) -> None:
+        self._resolved, self._registry, self._checkpoint = resolved, registry, checkpoint
+        self._facts, self._max_model_len, self._clock = facts, max_model_len, clock
+        self.fronts = LiveComponents()
+        self.notes: list[str] = []
+        self._plans: dict[str, _Plan] = {}
+        self._built: dict[str, BuiltEngine] = {}
+        self._shared: WorkerBuilder | None = None
+        self._lock = threading.Lock()
+        self._start = self._prepare(resolved.config, "", parts)
+
+    def start(self) -> EngineClient:
+        """Load everything and start the loops. ConfigError; then nothing runs any more."""
+        return self._start()
+
+    def in_order(self) -> list[BuiltEngine]:
+        """Every engine that runs, in the order in which the deployments name them."""
+        return [self._built[name] for name in self._plans]
+
+    def _prepare(self, config: Config, name: str, parts: Components | None = None) -> Callable[[], EngineClient]:
+        parts = parts or check_config(config, self._registry)
+        strategies = parts.listed("parallel")
+        if not (strategies and strategies[0].kind == Deployment.kind):
+            ranks = RankPlan()
+            for strategy in reversed(strategies):
+                ranks = strategy.layout(self._facts, ranks)
+            self._plans[name] = _Plan(config, parts, ranks)
+            return partial(self._engine, name)
+        deployment: Deployment = strategies[0]
+        self.fronts.add(deployment)
+        factories = []
+        for role in deployment.roles():
+            own = config.parallel[1:] if role.parallel is None else list(role.parallel)
+            inner = config.model_copy(update={"parallel": own})
+            for number in range(role.replicas):
+                label = ".".join(filter(None, (name, f"{role.name}{number}")))
+                factories.append(EngineFactory(label, role.name, self._prepare(inner, label)))
+        return partial(deployment.start, factories)
+
+    def _engine(self, name: str) -> Engine:
+        """Load and start one engine."""
+        plan = self._plans[name]
+        config, parts = plan.config, plan.parts
+        replica = Replica(name, list(self._plans).index(name), len(self._plans))
+        ranks = replace(plan.ranks, replica=replica)
+        factory = self._worker_factory(plan, replica)
+        live = LiveComponents()
+        for component in (factory.model, *parts.built.values()):
+            live.add(component)
+        info = parts.executor.launch(factory, ranks)
+        try:
+            cache_plan = _allocate(config, parts, info, self._max_model_len)
+            engine = self._loop(config, parts, live, info, ranks)
+        except BaseException:
+            parts.executor.stop()
+            raise
+        self._built[name] = BuiltEngine(replica, engine, live, cache_plan)
+        return engine
+
+    def _worker_factory(self, plan: _Plan, replica: Replica) -> "WorkerBuilder":
+        """Where engines of one rank run in this process, and several threads may run one model at once, they share it:
+        its weights are loaded once."""
+        from hotswap.core.execution.worker import WorkerBuilder, WorkerSettings
+
+        config, parts = plan.config, plan.parts
+        notes = self.notes if replica.index == 0 else []
+        settings = WorkerSettings.choose(config, self._checkpoint, self._max_model_len, notes)
+        builder = WorkerBuilder(
+            self._checkpoint, build_model(config, self._registry, self._checkpoint), parts.attention, parts.speculator,
+            parts.listed("logits_processors"),
+            replace(settings, memory_fraction=settings.memory_fraction / replica.count))
+        if not (self._facts.concurrent and plan.ranks.world_size == 1):
+            return builder
+        with self._lock:
+            shared = self._shared = self._shared or builder
+        return replace(builder, model=shared.model, loading=shared.loading)
+
+    def _loop(
+        self, config: Config, parts: Components, live: LiveComponents, info: WorkerInfo, ranks: RankPlan,
+    ) -> Engine:
+        observers, clock, replica = live.observers, self._clock, ranks.replica
+        limits = Limits(
+            config.scheduler.max_batch_tokens, config.scheduler.max_running, self._max_model_len, info.lookahead,
+            info.reuse_tail)
+        depth = min(config.execution.depth, ranks.depth or config.execution.depth)
+        loop = EngineLoop(
+            Parts(parts.scheduler, parts.kvcache, parts.executor, observers), limits, clock, depth, ranks.chained)
+        observers.notify(
+            "hotswap_engine_started", versions=versions(), config=self._resolved.effective(), replica=replica.name,
+            time=clock.now())
+        if observers.silenced:  # what was asked for must work; later it may fail without harm
+            label, problem = next(iter(observers.silenced.items()))
+            raise ConfigError(
+                f"{label} failed at the start, in {problem}; mend its options or leave it out", "observers")
+        return Engine(
+            loop, max_queue=config.server.max_queue, watchdog_s=config.server.watchdog_s, name=replica.name,
+            on_stop=lambda: observers.notify("hotswap_engine_stopped", time=clock.now()),
+        )
+
+
+def build_model(config: Config, registry: Registry, checkpoint: "Checkpoint") -> Model:
+    """The component that the config names, or the one registered under the checkpoint's architecture."""
+    use = config.model.use or checkpoint.architecture
+    known = registry.names("model")
+    if config.model.use is None and use not in known:
+        raise ConfigError(
+            f"the checkpoint's architecture is {use!r}, and no installed component is registered for it; there are "
+            f"{', '.join(known)}. Install a model component for it, or name one with model.use", "model")
+    model: Model = registry.build("model", ComponentRef(use=use, **config.model.options), "model")
+    return model
+
+
+def _allocate(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:
+    try:
+        plan = _divide_memory(config, parts, info, max_model_len)
+        parts.executor.allocate(plan)
+    except (MemoryError, RuntimeError) as error:  # numpy's and torch's word for it
+        raise ConfigError(
+            f"there is not enough memory for the cache ({error}); lower kvcache.memory or kvcache.num_blocks, or "
+            "scheduler.max_running and max_model_len", "kvcache") from error
+    return plan
+
+
+def _divide_memory(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:
+    """Pages for what the config says; else for all that could ever be held at once, or what the device has left."""
+    section, running = config.kvcache, config.scheduler.max_running
+    num_bytes = section.memory
+    if num_bytes is None:
+        tokens = (running + 1) * (max_model_len + 256)  # whole pages, and the dummy page
+        most = sum(spec.bytes_per_token for spec in info.cache_specs) * tokens
+        num_bytes = min(info.free_bytes, most)
+    plan: CachePlan = parts.kvcache.configure(info.cache_specs, num_bytes, CacheConstraints(
+        max_model_len, running, section.block_size, info.page_sizes, section.num_blocks))
+    return plan
+
+
+def versions() -> dict[str, str]:
+    """Of hotswap and of what its numbers depend on."""
+    found = {}
+    for name in ("hotswap", "torch", "transformers", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
