@@ -51,12 +51,15 @@ class PageTable:
 
 class RequestTable:
     """``tokens`` [slots, max_tokens] int32: known tokens, behind which a step writes its drafts. ``known`` and
-    ``computed`` [slots]: the true counts. ``max_tokens`` is the longest request with its drafts."""
+    ``computed`` [slots]: the true counts; the groups ``lagging`` are ``lag`` tokens behind. ``max_tokens`` is the
+    longest request with its drafts."""
 
-    def __init__(self, plan: CachePlan, slots: int, max_tokens: int) -> None:
+    def __init__(self, plan: CachePlan, slots: int, max_tokens: int, lagging: Iterable[str] = ()) -> None:
         self.tokens = np.zeros((slots, max_tokens), np.int32)
         self.known = np.zeros(slots, np.int64)
         self.computed = np.zeros(slots, np.int64)
+        self.lag = np.zeros(slots, np.int64)
+        self._lagging = frozenset(lagging)
         self.tables = {group: PageTable(share, slots, max_tokens) for group, share in plan.groups.items()}
         self._residents: dict[str, Resident] = {}
         self._free = list(range(slots))
@@ -75,7 +78,7 @@ class RequestTable:
         slot = self._free.pop()
         self._residents[new.id] = Resident(new, slot)
         self.tokens[slot, : len(new.tokens)] = new.tokens
-        self.known[slot], self.computed[slot] = len(new.tokens), 0
+        self.known[slot], self.computed[slot], self.lag[slot] = len(new.tokens), 0, 0
 
     def remove(self, request: str) -> bool:
         """Whether it was here."""
@@ -91,7 +94,7 @@ class RequestTable:
         """``computed`` tokens will lie in the pages that this step grants. A request that is not here is let be."""
         resident = self._residents.get(request)
         if resident is not None:
-            self.computed[resident.slot] = computed
+            self.computed[resident.slot], self.lag[resident.slot] = computed, 0
             for table in self.tables.values():
                 table.clear(resident.slot)
 
@@ -109,9 +112,11 @@ class RequestTable:
                 resident.error = error
 
     def lengths(self, request: str) -> dict[str, int]:
-        """The true computed length, per group. All groups of the model advance together."""
-        resident = self._residents[request]
-        return dict.fromkeys(self.tables, int(self.computed[resident.slot]))
+        """The true computed length, per group. The groups of the model advance together, those of the speculator may be
+        behind."""
+        slot = self._residents[request].slot
+        computed, lag = int(self.computed[slot]), int(self.lag[slot])
+        return {group: computed - lag if group in self._lagging else computed for group in self.tables}
 
     def append(self, slots: IntArray, kept: Sequence[Sequence[int]]) -> None:
         """Each slot's kept tokens become known."""
@@ -121,17 +126,21 @@ class RequestTable:
         self.tokens[np.repeat(slots, counts), np.repeat(self.known[slots], counts) + within] = flat
         self.known[slots] += counts
 
-    def page_rows(self, slots: IntArray, longest: int) -> Mapping[str, tuple[IntArray, int]]:
-        """Per group, the tables [R, P] that reach ``longest`` tokens, and the page size: copies, since a step in flight
-        must not see what the next one changes."""
+    def page_rows(
+        self, slots: IntArray, longest: int, groups: Iterable[str],
+    ) -> Mapping[str, tuple[IntArray, int]]:
+        """Of each of ``groups``, the tables [R, P] that reach ``longest`` tokens, and the page size: copies, since a
+        step in flight must not see what the next one changes."""
+        tables = {group: self.tables[group] for group in groups}
         return {
             group: (table.pages[slots, : -(-longest // table.page_size)], table.page_size)
-            for group, table in self.tables.items()
+            for group, table in tables.items()
         }
 
-    def check_room(self, slots: IntArray, lengths: IntArray) -> None:
+    def check_room(self, slots: IntArray, lengths: IntArray, groups: Iterable[str]) -> None:
         """Raise where a row would write beyond its pages, into the dummy page: the host has granted too little."""
-        for group, table in self.tables.items():
+        for group in groups:
+            table = self.tables[group]
             short = np.flatnonzero(table.ends[slots] * table.page_size < lengths)
             if len(short):
                 row = short[0]
@@ -145,6 +154,7 @@ class RequestTable:
         self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
         self.known = np.concatenate([self.known, np.zeros_like(self.known)])
         self.computed = np.concatenate([self.computed, np.zeros_like(self.computed)])
+        self.lag = np.concatenate([self.lag, np.zeros_like(self.lag)])
         for table in self.tables.values():
             table.grow()
         self._free.extend(range(size, 2 * size))

@@ -50,8 +50,9 @@ class PagedCache:
                     tensor[targets] = tensor[sources]
 
     def plan(self, layout: BatchLayout) -> None:
-        for state in self._states.values():
-            self._backend.plan(state, layout)
+        """For the groups that ``layout`` has."""
+        for group in layout.groups:
+            self._backend.plan(self._states[group], layout)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, H, D], k and v [T, K, D] -> [T, H, D]; see ``Attend``."""

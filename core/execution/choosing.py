@@ -12,11 +12,13 @@ import torch
 from hotswap.core.blame import blame
 from hotswap.core.errors import ComponentError
 from hotswap.core.execution.logprobs import token_logprobs
-from hotswap.core.execution.sampling import SamplingTable, sample
+from hotswap.core.execution.randomness import Stream
+from hotswap.core.execution.sampling import SamplingTable, processed_probs, sample
 from hotswap.core.execution.verification import Verified, verify
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
 from hotswap.core.interfaces.messages import NewRequest
+from hotswap.core.interfaces.speculator import DraftRow, Drawn
 from hotswap.core.request import TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -42,12 +44,14 @@ class ChoiceRow(NamedTuple):
 
 @dataclass
 class Choices:
-    """By row: tokens kept, how many of them were drafts, what is wrong, and logprobs where they were asked."""
+    """By row: tokens kept, how many of them were drafts, what is wrong, and logprobs where they were asked.
+    ``distrusted``: see :class:`Verified`."""
 
     kept: list[list[int]]
     accepted: list[int]
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    distrusted: int = 0
 
 
 class TokenChooser:
@@ -93,6 +97,21 @@ class TokenChooser:
         self._score(raw, rows, choices)
         return choices
 
+    def draw(self, logits: torch.Tensor, rows: Sequence[DraftRow]) -> Drawn:
+        """See ``Draw``. What a processor raises here it will raise again when the drafts are verified."""
+        self._apply(logits, [LogitsRow(i, row.request, tuple(row.drafts)) for i, row in enumerate(rows)])
+        batch = self._table.batch([row.request for row in rows], [row.position for row in rows])
+        sampled = sample(logits, batch, Stream.DRAFT)
+        tokens: list[int] = sampled.tokens.tolist()
+        if batch.greedy.all():
+            return Drawn(tokens, None)
+        probs = processed_probs(logits, batch)
+        if faulty := [row for row, sound in enumerate(sampled.best.isfinite().tolist()) if not sound]:
+            # Nothing could be drawn: the row's token is 0, with certainty.
+            probs[faulty] = 0.0
+            probs[faulty, 0] = 1.0
+        return Drawn(tokens, probs)
+
     def _accept(self, request: str, kept: Sequence[int]) -> str | None:
         """What went wrong, if anything did: it concerns this request alone."""
         for processor in self._wanted.get(request, ()):
@@ -111,7 +130,7 @@ class TokenChooser:
             tokens, errors = sample(logits, batch).to_host()
             return Choices([[token] for token in tokens], [0] * len(rows), errors)
         verified = self._verify(logits, rows, probs)
-        return Choices(verified.kept, verified.accepted, verified.errors)
+        return Choices(verified.kept, verified.accepted, verified.errors, distrusted=verified.distrusted)
 
     def _verify(
         self, logits: torch.Tensor, rows: Sequence[ChoiceRow], probs: Sequence[torch.Tensor | None] | None,
@@ -124,25 +143,29 @@ class TokenChooser:
         return verify(logits, self._table.batch(names, positions), [row.drafts for row in rows], probs)
 
     def _process(self, logits: torch.Tensor, rows: Sequence[ChoiceRow], starts: Sequence[int]) -> dict[int, str]:
-        """Apply the processors; returns the rows of those that raised, and why. Rows that did not want a processor are
-        not touched by what it does."""
+        """Apply the processors; returns the rows of those that raised, and why."""
         if not self._wanted:
             return {}
-        faults: dict[int, str] = {}
+        faults = self._apply(logits, [
+            LogitsRow(start + i, new.id, tuple(drafts[:i]))
+            for (new, _, drafts), start in zip(rows, starts, strict=False) if new.id in self._wanted
+            for i in range(len(drafts) + 1)])
+        return {row: faults[chosen.new.id] for row, chosen in enumerate(rows) if chosen.new.id in faults}
+
+    def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow]) -> dict[str, str]:
+        """Each processor to the rows of requests that want it, and no other; by request, what was raised."""
+        faults: dict[str, str] = {}
         work: dict[LogitsProcessor, list[LogitsRow]] = {processor: [] for processor in self._processors}
-        for (new, _, drafts), start in zip(rows, starts, strict=False):
-            for processor in self._wanted.get(new.id, ()):
-                work[processor] += (
-                    LogitsRow(start + i, new.id, tuple(drafts[:i])) for i in range(len(drafts) + 1))
+        for row in rows:
+            for processor in self._wanted.get(row.request, ()):
+                work[processor].append(row)
         for processor, its_rows in work.items():
             try:
                 if its_rows:
                     processor.apply(logits, its_rows)
             except Exception as error:
                 logger.exception("%s raised in apply", processor.label)
-                hit = {its_row.request for its_row in its_rows}
-                message = blame(error, processor, "apply")
-                faults |= {row: message for row, chosen in enumerate(rows) if chosen.new.id in hit}
+                faults |= dict.fromkeys((row.request for row in its_rows), blame(error, processor, "apply"))
         return faults
 
     def _raw_rows(

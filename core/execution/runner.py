@@ -8,7 +8,7 @@ flight. Every array and tensor of a step is made for it and never written again.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,14 +18,15 @@ from hotswap.core.errors import ComponentError
 from hotswap.core.execution.accord import Accord, StepFailedTogether
 from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
-from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser, blaming
+from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser
 from hotswap.core.execution.layout import IntArray, batch_layout, token_positions
 from hotswap.core.execution.logprobs import prompt_logprobs
+from hotswap.core.execution.speculation import Proposal, Speculation
 from hotswap.core.interfaces.layout import BatchLayout
 from hotswap.core.interfaces.messages import NewRequest, RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.scheduler import Row
-from hotswap.core.interfaces.speculator import ProposeRow, Speculator
+from hotswap.core.interfaces.speculator import ObservedRow, ProposeRow
 from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 from hotswap.core.request import TokenLogprob
 
@@ -59,18 +60,19 @@ class ModelRunner:
     next for each token, its width and dtype."""
 
     def __init__(
-        self, model: Model, vocab_size: int, cache: PagedCache, table: RequestTable, speculator: Speculator,
+        self, model: Model, cache: PagedCache, table: RequestTable, speculation: Speculation,
         chooser: TokenChooser, device: str, clock: Callable[[], float], mesh: Mesh = LOCAL_MESH,
         hidden: tuple[int, torch.dtype] = (0, torch.float32),
     ) -> None:
-        self._model, self._vocab_size, self._device = model, vocab_size, device
+        self._model, self._device = model, device
+        self._groups = tuple(spec.group for spec in model.cache_specs())
         self._mesh, self._hidden = mesh, hidden
         self._samples = mesh.is_last and mesh.leads
-        self._accord = Accord(mesh, device, speculator.needs().lookahead)
+        self._accord = Accord(mesh, device, speculation.lookahead)
         self._broken: dict[str, str] = {}
         self._drafted: dict[str, int] = {}
         self._cache, self._table = cache, table
-        self._speculator, self._lookahead = speculator, speculator.needs().lookahead
+        self._speculation = speculation
         self._chooser = chooser
         self._clock = clock
 
@@ -105,14 +107,13 @@ class ModelRunner:
         slots = np.array([resident.slot for resident, _ in heard], np.int64)
         self._table.append(slots, [kept for _, kept in heard])
         self._table.computed[slots] += np.array([len(kept) - 1 for _, kept in heard], np.int64)
-        self._observe([
-            (resident.new.id, drafted, len(kept) - 1) for resident, kept in heard
-            if (drafted := self._drafted.pop(resident.new.id, 0))])
-
-    def _observe(self, fared: list[tuple[str, int, int]]) -> None:
-        if fared and self._mesh.is_first:
-            with blaming(self._speculator, "observe"):
-                self._speculator.observe(fared)
+        fared = [
+            (resident, drafted, len(kept) - 1) for resident, kept in heard
+            if (drafted := self._drafted.pop(resident.new.id, 0))]
+        if fared and self._speculation.on:
+            self._speculation.observe([
+                self._observed(resident, drafted, accepted, int(self._table.computed[resident.slot]), 0)
+                for resident, drafted, accepted in fared], {})
 
     def _change_tables(self, message: StepMessage, verdict: Verdict) -> list[str]:
         """Everything that the message changes, in its order; returns who is gone. No plugin runs in here: were one to
@@ -139,9 +140,8 @@ class ModelRunner:
             self._drafted.pop(request, None)
             if self._samples:
                 self._chooser.end(request)
-        if gone and self._lookahead and self._mesh.is_first:
-            with blaming(self._speculator, "forget"):
-                self._speculator.forget(gone)
+        if gone and self._speculation.on:
+            self._speculation.forget(gone)
         for new in arrived if self._samples else ():
             try:
                 self._chooser.begin(new)
@@ -153,27 +153,38 @@ class ModelRunner:
         times = [self._clock()]
         batch, verdicts = self._gather(rows)
         if batch.rows:
-            self._propose(batch)
+            dropped = self._propose(batch)
             times.append(self._clock())
             layout, inputs = self._lay_out(batch)
             times.append(self._clock())
-            hidden = self._forward(inputs, layout)
+            hidden, taps = self._forward(inputs, layout)
             times.append(self._clock())
-            verdicts.update(self._finish(batch, hidden))
+            reports, distrusted = self._finish(batch, hidden)
             times.append(self._clock())
-            propose, prepare, forward, finish = (end - begin for begin, end in pairwise(times))
+            self._observe(batch, reports, taps)
+            times.append(self._clock())
+            propose, prepare, forward, finish, observe = (end - begin for begin, end in pairwise(times))
             verdict.durations["prepare"] += prepare
-            verdict.durations |= {"propose": propose, "forward": forward, "sample": finish}
+            verdict.durations |= {"propose": propose, "forward": forward, "sample": finish, "observe": observe}
+            if dropped + distrusted:
+                verdict.counts["dropped_proposals"] = dropped + distrusted
+            verdicts.update((report.request, report) for report in reports)
         verdict.rows = [verdicts[row.request] for row in rows]
 
-    def _forward(self, inputs: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
-        """inputs [T] -> [T, hidden], which the next stage gets."""
+    def _forward(self, inputs: torch.Tensor, layout: BatchLayout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """inputs [T] -> [T, hidden], which the next stage gets, and the hidden states that the speculator reads."""
         if not self._mesh.is_first:
             width, dtype = self._hidden
             inputs = self._mesh.receive(torch.empty(len(inputs), width, dtype=dtype, device=self._device))
-        hidden = self._model.forward(inputs, layout.positions, self._cache.attend)
+        if not self._speculation.taps:
+            hidden, given = self._model.forward(inputs, layout.positions, self._cache.attend), {}
+        else:
+            taps: dict[str, torch.Tensor | None] = dict.fromkeys(self._speculation.taps)
+            hidden = self._model.forward(inputs, layout.positions, self._cache.attend, taps)
+            given = {name: state for name, state in taps.items() if state is not None}
+            assert len(given) == len(taps), f"{self._model.label} gave no {taps.keys() - given.keys()}"
         self._mesh.pass_on(hidden)
-        return hidden
+        return hidden, given
 
     def _gather(self, rows: Sequence[Row]) -> tuple[_Batch, dict[str, RowVerdict]]:
         """The rows that can run, and the verdicts of those that cannot: of requests that failed, or are not here."""
@@ -197,57 +208,77 @@ class ModelRunner:
         samples = computed + counts == known
         return _Batch(able, residents, slots, counts, computed, known, samples, [[] for _ in able]), refused
 
-    def _propose(self, batch: _Batch) -> None:
-        """Ask for drafts and write them behind the known tokens."""
-        if not self._lookahead:
-            return
-        batch.drafts = self._accord.drafts(len(batch.rows), lambda: self._drafts(batch))
+    def _propose(self, batch: _Batch) -> int:
+        """Ask for drafts and write them behind the known tokens; returns how many proposals made no sense."""
+        if not self._speculation.lookahead:
+            return 0
+        proposal = Proposal([], None, 0)
+
+        def propose() -> list[list[int]]:
+            nonlocal proposal
+            proposal = self._speculation.propose(self._questions(batch))
+            return proposal.drafts
+
+        batch.drafts = self._accord.drafts(len(batch.rows), propose)
+        batch.draft_probs = proposal.probs
         for slot, known, drafts in zip(batch.slots, batch.known, batch.drafts, strict=True):
             self._table.tokens[slot, known : known + len(drafts)] = drafts
         if not self._mesh.is_last:
             self._drafted |= {
                 row.request: len(drafts) for row, drafts in zip(batch.rows, batch.drafts, strict=True) if drafts}
+        return proposal.dropped
 
-    def _drafts(self, batch: _Batch) -> list[list[int]]:
-        """What the speculator proposes. Of what is no token, or too much, nothing is kept."""
-        tokens, asked = self._table.tokens, []
-        columns = zip(batch.rows, batch.slots, batch.known, batch.samples, strict=True)
-        for row, slot, known, samples in columns:
-            view = tokens[slot, :known]
-            view.flags.writeable = False
-            asked.append(ProposeRow(row.request, view, row.draft_slots if samples else 0))
-        with blaming(self._speculator, "propose"):
-            drafts = self._speculator.propose(asked)
-            proposals = list(zip(asked, drafts.tokens, strict=True))
-        kept = [self._valid_drafts(proposed[: question.slots]) for question, proposed in proposals]
-        if drafts.probs is not None:
-            batch.draft_probs = [
-                None if q is None else q[: len(row)] for q, row in zip(drafts.probs, kept, strict=True)]
-        return kept
+    def _questions(self, batch: _Batch) -> list[ProposeRow]:
+        computed, ends = batch.computed.tolist(), (batch.computed + batch.counts).tolist()
+        columns = zip(batch.rows, batch.slots, batch.samples, computed, ends, strict=True)
+        return [
+            ProposeRow(row.request, self._known(slot), row.draft_slots if samples else 0, begin, end)
+            for row, slot, samples, begin, end in columns]
 
-    def _valid_drafts(self, proposed: Sequence[int]) -> list[int]:
-        """Those before the first that is outside the vocabulary."""
-        return list(takewhile(lambda token: 0 <= token < self._vocab_size, map(int, proposed)))
+    def _known(self, slot: int) -> IntArray:
+        """The known tokens of the request at ``slot``, to be read only."""
+        view = self._table.tokens[slot, : self._table.known[slot]]
+        view.flags.writeable = False
+        return view
+
+    def _observe(self, batch: _Batch, reports: Sequence[RowVerdict], taps: dict[str, torch.Tensor]) -> None:
+        """Tell the speculator what became of each row that did not fail, and note how far its cache is behind."""
+        if not (self._speculation.on and self._mesh.is_last):
+            return
+        lengths, rows, seen = batch.lengths, [], []
+        columns = zip(reports, batch.residents, batch.computed.tolist(), np.cumsum(lengths) - lengths, strict=True)
+        for report, resident, begin, offset in columns:
+            if resident.error is None:
+                seen.append((report, resident))
+                rows.append(self._observed(resident, report.drafted, report.accepted, begin, int(offset)))
+        lags = self._speculation.observe(rows, taps)
+        for (report, resident), lag in zip(seen, lags, strict=True):
+            report.lag = self._table.lag[resident.slot] = lag
+
+    def _observed(self, resident: Resident, drafted: int, accepted: int, begin: int, offset: int) -> ObservedRow:
+        computed = int(self._table.computed[resident.slot])
+        return ObservedRow(resident.new.id, self._known(resident.slot), drafted, accepted, begin, computed, offset)
 
     def _lay_out(self, batch: _Batch) -> tuple[BatchLayout, torch.Tensor]:
         """The layout, planned for by the attention backend, and the token ids [T] int64."""
         lengths = batch.lengths
         ends = batch.computed + lengths
-        self._table.check_room(batch.slots, ends)
-        tables = self._table.page_rows(batch.slots, int(ends.max()))
+        self._table.check_room(batch.slots, ends, self._groups)
+        tables = self._table.page_rows(batch.slots, int(ends.max()), self._groups)
         layout = batch_layout(lengths, batch.computed, tables, self._device)
         self._cache.plan(layout)
         tokens = self._table.tokens[np.repeat(batch.slots, lengths), token_positions(lengths, batch.computed)]
         return layout, torch.from_numpy(tokens.astype(np.int64)).to(self._device)
 
-    def _finish(self, batch: _Batch, hidden: torch.Tensor) -> dict[str, RowVerdict]:
-        """Choose tokens for the rows that sample, bring the true counts up to date, and report. hidden [T, H].
+    def _finish(self, batch: _Batch, hidden: torch.Tensor) -> tuple[list[RowVerdict], int]:
+        """Choose tokens for the rows that sample, bring the true counts up to date, and report; and how many drafts had
+        probabilities that are none. hidden [T, H].
 
         A stage that gives no logits learns by the next message what was kept.
         """
         if not self._mesh.is_last:
             self._table.computed[batch.slots] = batch.computed + batch.counts
-            return {row.request: RowVerdict(row.request, [], 0) for row in batch.rows}
+            return [RowVerdict(row.request, [], 0) for row in batch.rows], 0
         lengths = batch.lengths
         starts = np.cumsum(lengths) - lengths
         prompts = self._score_prompts(batch, starts, hidden)
@@ -264,7 +295,7 @@ class ModelRunner:
         for i, scored in prompts.items():
             verdicts[i].prompt_logprobs, verdicts[i].prompt_logprobs_from = scored, int(batch.computed[i]) + 1
         self._report(batch, sampling, choices, verdicts)
-        return {verdict.request: verdict for verdict in verdicts}
+        return verdicts, choices.distrusted
 
     def _choose(self, batch: _Batch, sampling: IntArray, starts: IntArray, hidden: torch.Tensor) -> Choices:
         """The head sees the last known token of each row that samples, and its drafts: no other."""
@@ -295,18 +326,14 @@ class ModelRunner:
     def _report(
         self, batch: _Batch, sampling: IntArray, choices: Choices, verdicts: Sequence[RowVerdict],
     ) -> None:
-        """Fill in what was chosen, and tell the speculator how its drafts fared."""
-        fared = []
+        """Fill in what was chosen."""
         for i, (row, kept, accepted) in enumerate(zip(sampling.tolist(), choices.kept, choices.accepted, strict=True)):
-            verdict, drafted = verdicts[row], len(batch.drafts[row])
-            verdict.drafted, verdict.accepted = drafted, accepted
+            verdict = verdicts[row]
+            verdict.drafted, verdict.accepted = len(batch.drafts[row]), accepted
             if i in choices.errors:
                 verdict.error = batch.residents[row].error = choices.errors[i]
                 continue
             verdict.kept, verdict.logprobs = kept, choices.logprobs.get(i)
-            if drafted:
-                fared.append((verdict.request, drafted, accepted))
         for verdict in verdicts:
             if verdict.request in self._broken:
                 verdict.kept, verdict.error = [], self._broken[verdict.request]
-        self._observe(fared)

@@ -223,8 +223,8 @@ class _Candidates:
         return probs.new_zeros(len(probs), vocab_size).scatter_(1, self.ids, probs)
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
-    """A token for each row of ``logits`` [N, V] float32, which is not changed.
+def sample(logits: torch.Tensor, batch: SamplingBatch, stream: Stream = Stream.SAMPLE) -> Sampled:
+    """A token for each row of ``logits`` [N, V] float32, which is not changed. ``stream``: what the draws are for.
 
     Greedy rows take the largest logit, the lowest id among equals. The others depend on their logits, parameters, seed
     and position only. Rows with NaN or +inf, or with -inf throughout, are faults of their own.
@@ -232,7 +232,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     best = logits.amax(-1)
     tokens = _argmax(logits) if batch.greedy.any() else torch.zeros_like(best, dtype=torch.int64)
     if batch.groups:
-        draws = torch.from_numpy(batch.uniforms(Stream.SAMPLE)).to(logits.device)
+        draws = torch.from_numpy(batch.uniforms(stream)).to(logits.device)
         for rows, candidates in _candidates(logits, best, batch):
             tokens[rows] = candidates.pick(draws[rows])
     return Sampled(torch.where(best.isfinite(), tokens, 0), best)

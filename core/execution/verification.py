@@ -27,12 +27,14 @@ _SUM_TOLERANCE = 1e-3
 class Verified(NamedTuple):
     """By row: the tokens kept (``accepted`` drafts, then one of the target's own), and what is wrong with faulty rows.
 
-    A faulty row keeps the tokens before its fault, and nothing of the target's own after them.
+    A faulty row keeps the tokens before its fault, and nothing of the target's own after them. ``distrusted`` counts
+    the drafts whose probabilities were no distribution, or excluded them.
     """
 
     kept: list[list[int]]
     accepted: list[int]
     errors: dict[int, str]
+    distrusted: int = 0
 
 
 def verify(
@@ -58,7 +60,7 @@ def verify(
             f"batch of {len(batch)}"
         )
     sampled = sample(logits, batch)
-    weighed = _weigh(logits, batch, drafts, probs, starts, sampled.tokens)
+    weighed, distrusted = _weigh(logits, batch, drafts, probs, starts, sampled.tokens)
     tokens, faults = sampled.to_host()
     keeps = [
         [token == draft for token, draft in zip(tokens[start : start + len(row)], row, strict=True)]
@@ -67,7 +69,7 @@ def verify(
     for row, (accepts, replacements) in weighed.items():
         keeps[row] = accepts
         tokens[starts[row] : starts[row] + lengths[row]] = replacements
-    return _cut(tokens, faults, drafts, keeps, starts)
+    return _cut(tokens, faults, drafts, keeps, starts)._replace(distrusted=distrusted)
 
 
 def _cut(
@@ -99,13 +101,14 @@ def _weigh(
     probs: Sequence[torch.Tensor | None] | None,
     starts: Array,
     plain: torch.Tensor,
-) -> dict[int, tuple[list[bool], list[int]]]:
-    """For each row whose drafts were sampled: which are accepted, and what replaces the others."""
+) -> tuple[dict[int, tuple[list[bool], list[int]]], int]:
+    """For each row whose drafts were sampled: which are accepted, and what replaces the others; and how many drafts
+    came with probabilities that cannot be trusted."""
     greedy = batch.greedy
     rows = [row for row, q in enumerate(probs or ()) if q is not None and drafts[row] and not greedy[starts[row]]]
     result: dict[int, tuple[list[bool], list[int]]] = {}
     if not rows or probs is None:
-        return result
+        return result, 0
     lengths = np.array([len(drafts[row]) for row in rows])
     slices = np.cumsum(lengths * logits.shape[1]) // _SLICE_ELEMENTS
     pending = []
@@ -116,18 +119,19 @@ def _weigh(
         proposed = torch.tensor([token for row in chosen for token in drafts[row]], device=logits.device)
         index = torch.from_numpy(flat).to(logits.device)
         pending.append(_accept(logits[index], batch.select(flat), proposed, q.to(logits.device), plain[index]))
-    accepts, replacements = torch.cat(pending, dim=1).tolist()
+    accepts, replacements, trusted = torch.cat(pending, dim=1).tolist()
     ends = np.cumsum(lengths).tolist()
     for row, end in zip(rows, ends, strict=True):
         begin = end - len(drafts[row])
         result[row] = [bool(accept) for accept in accepts[begin:end]], replacements[begin:end]
-    return result
+    return result, len(trusted) - sum(trusted)
 
 
 def _accept(
     logits: torch.Tensor, batch: SamplingBatch, drafts: torch.Tensor, q: torch.Tensor, plain: torch.Tensor
 ) -> torch.Tensor:
-    """Rejection sampling of ``drafts`` [M], drawn from ``q`` [M, V]: [2, M] int64, accepted and the replacements."""
+    """Rejection sampling of ``drafts`` [M], drawn from ``q`` [M, V]: [3, M] int64: accepted, the replacements, and
+    whether ``q`` is trusted."""
     vocab_size = logits.shape[1]
     p = processed_probs(logits, batch)
     at = drafts.clamp(0, vocab_size - 1)[:, None]
@@ -144,6 +148,7 @@ def _accept(
     return torch.stack([
         torch.where(trusted, accepted, plain == drafts).long(),
         torch.where(trusted, replacements, plain),
+        trusted.long(),
     ])  # fmt: skip
 
 

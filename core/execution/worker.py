@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
 from hotswap.core.execution.device import choose_device, choose_dtype, free_bytes
 from hotswap.core.execution.runner import ModelRunner
+from hotswap.core.execution.speculation import Speculation, SpeculatorCache
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.kvcache import CachePlan
@@ -22,7 +23,7 @@ from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.parallel import RankPlan, RankReport, WorkerInfo, WorkerRecipe
-from hotswap.core.interfaces.speculator import Speculator, SpeculatorServices
+from hotswap.core.interfaces.speculator import DraftRow, Drawn, Speculator, SpeculatorNeeds, SpeculatorServices
 from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 
 if TYPE_CHECKING:
@@ -57,13 +58,20 @@ class WorkerSettings:
 
 
 class LoadOnce:
-    """Of the workers that run one model in one process, the first loads it, and the others wait for that."""
+    """Of the workers that run one model in one process, the first builds and loads it, and the others wait for that."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._built = False
         self._weight_bytes: int | None = None
 
-    def ensure(self, load: Callable[[], int]) -> int:
+    def build(self, build: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._built:
+                build()
+                self._built = True
+
+    def load(self, load: Callable[[], int]) -> int:
         """``load`` returns the bytes of the weights; so does this, every time."""
         with self._lock:
             if self._weight_bytes is None:
@@ -93,18 +101,22 @@ class WorkerBuilder:
                 "starts processes, or leave the list empty", "parallel")
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)  # a property of the calling thread
-        weight_bytes = self.loading.ensure(lambda: self._load(mesh))
-        return ModelWorker(
+        self.loading.build(lambda: self._build(mesh))
+        worker = ModelWorker(  # before the weights, since a speculator may refuse the target
             model, model.facts(self.checkpoint.config), self.attention, self.speculator, self.processors, settings,
-            self.clock or SystemClock().now, mesh, rank, weight_bytes)
+            self.clock or SystemClock().now, mesh, rank, self.checkpoint)
+        worker.loaded(self.loading.load(self._load))
+        return worker
 
-    def _load(self, mesh: Mesh) -> int:
+    def _build(self, mesh: Mesh) -> None:
         dtype = getattr(torch, self.settings.dtype)
         self.model.build(self.checkpoint.config, mesh, dtype, self.settings.device)
         check_support(self.attention, self.model.attention_shapes({}), self.settings)
+
+    def _load(self) -> int:
         with self.checkpoint.weights() as weights:
             self.model.load(weights)
-        return int(weights.taken * dtype.itemsize)
+        return int(weights.taken * getattr(torch, self.settings.dtype).itemsize)
 
     def recipe(self) -> WorkerRecipe:
         parts: dict[str, Component | Sequence[Component]] = {
@@ -134,53 +146,75 @@ def builder_from(arguments: Mapping[str, Any]) -> WorkerBuilder:
 
 
 class ModelWorker:
-    """Serves step messages with a model that is loaded. See ``Worker``."""
+    """Serves step messages with a model that is built, and loaded before the first of them. See ``Worker``."""
 
     def __init__(
         self, model: Model, facts: ModelFacts, attention: AttentionBackend, speculator: Speculator,
         processors: Sequence[LogitsProcessor], settings: WorkerSettings, clock: Callable[[], float],
-        mesh: Mesh = LOCAL_MESH, rank: int = 0, weight_bytes: int = 0,
+        mesh: Mesh = LOCAL_MESH, rank: int = 0, checkpoint: "Checkpoint | None" = None,
     ) -> None:
         self._model, self._facts, self._attention = model, facts, attention
-        self._speculator, self._needs = speculator, speculator.needs()
         self._settings, self._clock = settings, clock
-        self._mesh, self._rank, self._weight_bytes, self._kv_bytes = mesh, rank, weight_bytes, 0
-        if self._needs.cache_specs or self._needs.taps:
-            raise ConfigError(
-                f"{speculator.label} needs cache groups or hidden states of its own, which this worker does not give; "
-                "choose a speculator that needs neither", "speculator")
-        if mesh.is_first:
-            speculator.bind(SpeculatorServices(facts.vocab_size, settings.device, settings.dtype))
+        self._mesh, self._rank, self._weight_bytes, self._kv_bytes = mesh, rank, 0, 0
         self._chooser = TokenChooser(
             processors if mesh.is_last and mesh.leads else (), facts.vocab_size, settings.device)
+        self._speculator, self._own_cache = speculator, SpeculatorCache(settings.device)
+        if mesh.is_first:
+            speculator.bind(SpeculatorServices(
+                facts.vocab_size, settings.device, settings.dtype, settings.max_model_len, model, facts, checkpoint,
+                model_for, self._own_cache, self._draw, first_layer=facts.num_layers))
+        self._needs = speculator.needs()
+        check_needs(speculator, self._needs, model, mesh)
+        check_support(attention, dict(self._needs.shapes), settings)
         self._runner: ModelRunner | None = None
+
+    def loaded(self, weight_bytes: int) -> None:
+        """The model has its weights; the speculator takes its own."""
+        self._weight_bytes = weight_bytes
+        if self._mesh.is_first:
+            self._speculator.load()
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(
-            facts=self._facts, cache_specs=tuple(self._model.cache_specs()),
+            facts=self._facts, cache_specs=(*self._model.cache_specs(), *self._needs.cache_specs),
             page_sizes=self._attention.support().page_sizes, lookahead=self._needs.lookahead,
             reuse_tail=self._needs.reuse_tail, free_bytes=self._free_bytes(),
             max_model_len=self._settings.max_model_len,
         )
 
     def allocate(self, plan: CachePlan) -> None:
-        settings = self._settings
-        max_tokens = settings.max_model_len + self._needs.lookahead + 1  # drafts, and the token after the last
-        shapes = self._model.attention_shapes({group: share.page_size for group, share in plan.groups.items()})
+        settings, needs = self._settings, self._needs
+        max_tokens = settings.max_model_len + needs.lookahead + 1  # drafts, and the token after the last
+        page_sizes = {group: share.page_size for group, share in plan.groups.items()}
+        shapes = self._model.attention_shapes(page_sizes) | {
+            group: replace(shape, page_size=page_sizes[group]) for group, shape in needs.shapes.items()}
+        # A speculator that catches up computes a step's tokens and those that it is behind.
+        behind = settings.max_running * (needs.lookahead + 1) if needs.cache_specs else 0
         limits = BatchLimits(
-            settings.max_batch_tokens, settings.max_running, max_pages_per_row=0, device=settings.device,
+            settings.max_batch_tokens + behind, settings.max_running, max_pages_per_row=0, device=settings.device,
             dtype=settings.dtype)
-        cache = PagedCache(self._attention, self._model.cache_specs(), shapes, plan, limits, max_tokens)
+        specs, own = [*self._model.cache_specs(), *needs.cache_specs], [spec.group for spec in needs.cache_specs]
+        cache = PagedCache(self._attention, specs, shapes, plan, limits, max_tokens)
         self._kv_bytes = cache.num_bytes
-        table = RequestTable(plan, settings.max_running, max_tokens)
+        table = RequestTable(plan, settings.max_running, max_tokens, lagging=own)
+        self._own_cache.attach(own, table, cache)
+        speculation = Speculation(self._speculator, self._facts.vocab_size, self._mesh.is_first)
         self._runner = ModelRunner(
-            self._model, self._facts.vocab_size, cache, table, self._speculator, self._chooser, settings.device,
-            self._clock, self._mesh, (self._facts.hidden_size, getattr(torch, settings.dtype)))
+            self._model, cache, table, speculation, self._chooser, settings.device, self._clock, self._mesh,
+            (self._facts.hidden_size, getattr(torch, settings.dtype)))
 
     def execute(self, message: StepMessage) -> Verdict:
         assert self._runner is not None, "execute before allocate"
         with torch.inference_mode():
             return self._runner.execute(message)
+
+    def _draw(self, logits: torch.Tensor, rows: Sequence[DraftRow]) -> Drawn:
+        """See ``Draw``. The rank that leads the stage draws, since it alone knows how."""
+        if self._mesh.alone:
+            return self._chooser.draw(logits, rows)
+        drawn = self._chooser.draw(logits, rows) if self._mesh.leads else Drawn([0] * len(rows), None)
+        tokens = self._mesh.share(torch.tensor(drawn.tokens, device=self._settings.device))
+        return Drawn(tokens.tolist(), drawn.probs)
 
     def report(self) -> RankReport:
         return RankReport(
@@ -198,6 +232,38 @@ class ModelWorker:
         logits = 3 * settings.max_running * (self._needs.lookahead + 1) * facts.vocab_size * 4
         reserve = settings.max_batch_tokens * width * itemsize + logits
         return max(0, int(free_bytes(settings.device) * settings.memory_fraction) - reserve)
+
+
+def check_needs(speculator: Speculator, needs: SpeculatorNeeds, model: Model, mesh: Mesh) -> None:
+    """ConfigError for what ``speculator`` wants and ``model`` does not give, or has already."""
+    if (needs.taps or needs.cache_specs) and not (mesh.is_first and mesh.is_last):
+        raise ConfigError(
+            f"{speculator.label} reads hidden states or keeps a cache, which several stages do not give it; choose a "
+            "speculator that needs neither, or one stage", "speculator")
+    if unknown := [tap for tap in needs.taps if tap not in model.taps()]:
+        raise ConfigError(
+            f"{speculator.label} reads the hidden states {', '.join(unknown)}, but {model.label} gives "
+            f"{', '.join(model.taps()) or 'none'}; choose layers that the model has, or another speculator",
+            "speculator")
+    groups = {spec.group for spec in model.cache_specs()}
+    layers = {layer for spec in model.cache_specs() for layer in spec.layers}
+    for spec in needs.cache_specs:
+        assert spec.group not in groups and layers.isdisjoint(spec.layers), f"{speculator.label} claims {spec} twice"
+        groups.add(spec.group)
+        layers.update(spec.layers)
+
+
+def model_for(checkpoint: "Checkpoint") -> Model:
+    """The component registered under the architecture of a checkpoint that is not the config's own model."""
+    from hotswap.core.registry import Registry
+
+    registry, use = Registry(), checkpoint.architecture
+    if use not in (known := registry.names("model")):
+        raise ConfigError(
+            f"the architecture of {checkpoint.path} is {use!r}, and no installed component is registered for it; there "
+            f"are {', '.join(known)}", "speculator")
+    model: Model = registry.build("model", ComponentRef(use=use), "speculator")
+    return model
 
 
 def check_support(attention: AttentionBackend, shapes: dict[str, GroupShape], settings: WorkerSettings) -> None:

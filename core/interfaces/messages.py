@@ -95,8 +95,10 @@ class Verdict:
 
     ``finished_transfers``: those of every rank, one list after the other: a transfer has ended when each rank's has.
 
-    ``durations``: seconds of the step's parts ("prepare", "propose", "forward", "sample"), by the worker's clock.
-    ``counts``: what happened in the step, by name ("graph_replays" …); observers add them up.
+    ``durations``: seconds of the step's parts ("prepare", "propose", "forward", "sample", "observe"), by the worker's
+    clock.
+    ``counts``: what happened in the step, by name ("graph_replays", "dropped_proposals" …); observers add them
+    up.
 
     ``error`` means that the whole step failed: each of its requests ends with it, the engine goes on.
     """

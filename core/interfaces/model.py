@@ -77,8 +77,18 @@ class Model(Component):
         """What an attention backend must do, per cache group, on this rank; page sizes as planned (0 before)."""
 
     def taps(self) -> Sequence[str]:
-        """Names of the hidden states it can give to a speculator. Core asks for none yet."""
+        """Names of the hidden states [T, hidden] that ``forward`` can give to a speculator: "layer:i", the output of
+        layer i, "embedding", the input of the first, and "final", the last layer's behind the final norm. A model that
+        lists any also shares its vocabulary by :meth:`embed` and :meth:`unembed`."""
         return ()
+
+    def embed(self, ids: "torch.Tensor") -> "torch.Tensor":
+        """ids [T] -> [T, hidden], as ``forward`` begins."""
+        raise NotImplementedError(f"{self.label} does not share its embedding")
+
+    def unembed(self, rows: "torch.Tensor") -> "torch.Tensor":
+        """rows [N, hidden] -> logits [N, V], float32, without the final norm."""
+        raise NotImplementedError(f"{self.label} does not share its head")
 
     @abstractmethod
     def load(self, weights: "WeightSource") -> None:
@@ -87,8 +97,11 @@ class Model(Component):
     @abstractmethod
     def forward(
         self, inputs: "torch.Tensor", positions: "torch.Tensor", attend: Attend,
+        taps: "dict[str, torch.Tensor | None] | None" = None,
     ) -> "torch.Tensor":
-        """inputs [T] token ids or [T, hidden]; positions [T] -> [T, hidden], before the final norm."""
+        """inputs [T] token ids or [T, hidden]; positions [T] -> [T, hidden], before the final norm.
+
+        ``taps``: hidden states to give besides, by name; each is put there. Only asked for what ``taps()`` lists."""
 
     @abstractmethod
     def head(self, rows: "torch.Tensor") -> "torch.Tensor":

@@ -4,10 +4,11 @@ It can change the speed and nothing else: the verifier (core's) keeps the target
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from hotswap.core.interfaces.attention import GroupShape
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.kvcache import CacheSpec
 
@@ -15,21 +16,75 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from hotswap.core.interfaces.model import Attend, Model, ModelFacts
+    from hotswap.core.modeling.checkpoint import Checkpoint
+
+    Tokens = np.ndarray[Any, Any]
+
 
 @dataclass(frozen=True)
 class SpeculatorNeeds:
     """``lookahead``: most tokens it proposes in a step. ``reuse_tail``: tokens at the end of a cached prefix that it
-    must see computed again. ``taps``: hidden states of the target that it reads."""
+    must see computed again. ``taps``: hidden states of the target that it reads, of ``Model.taps()``.
+
+    ``cache_specs``: cache groups of its own, under the same tables as the target's, and ``shapes``, what attention must
+    do for each (page sizes are filled in). Group names and layer numbers must be no one else's: see
+    :attr:`SpeculatorServices.first_layer`.
+    """
 
     lookahead: int = 0
     reuse_tail: int = 0
     taps: tuple[str, ...] = ()
     cache_specs: tuple[CacheSpec, ...] = ()
+    shapes: Mapping[str, GroupShape] = field(default_factory=dict)
+
+
+class Span(NamedTuple):
+    """Tokens ``begin <= position < end`` of a request."""
+
+    request: str
+    begin: int
+    end: int
+
+
+class OwnCache(Protocol):
+    """The speculator's cache groups, under the page tables of the worker's requests."""
+
+    def lay_out(self, spans: Sequence[Span]) -> "tuple[torch.Tensor, Attend]":
+        """Plan a pass over these tokens, row by row: their positions [T] int64, and what attends for them. It holds
+        until the next call. A span must lie in pages that the request has: up to its known tokens and draft slots."""
+
+
+class DraftRow(NamedTuple):
+    """A token to be drafted at ``position`` of the request's sequence, behind the ``drafts`` of this step."""
+
+    request: str
+    position: int
+    drafts: Sequence[int] = ()
+
+
+class Drawn(NamedTuple):
+    """``tokens``: one a row. ``probs`` [N, V] float32: what they were drawn from; None where all rows are greedy."""
+
+    tokens: list[int]
+    probs: "torch.Tensor | None"
+
+
+class Draw(Protocol):
+    """Draws drafts as their requests ask: processors, temperature and filters are applied to ``logits`` [N, V] float32,
+    which may be changed, and a draw is a function of seed and position. Greedy requests get the best token."""
+
+    def __call__(self, logits: "torch.Tensor", rows: Sequence[DraftRow]) -> Drawn: ...
 
 
 @dataclass(frozen=True)
 class SpeculatorServices:
-    """What a worker gives a speculator. ``device`` and ``dtype`` are torch's names of the target's.
+    """What a worker gives a speculator. ``device`` and ``dtype`` are torch's names of the target's; ``vocab_size`` is
+    the width of its logits.
+
+    ``target``: the target model, built and not yet loaded, with its ``facts`` and the ``checkpoint`` it comes from.
+    ``make_model(checkpoint)`` gives the model component for another checkpoint, neither built nor loaded.
+    ``first_layer``: own layers are numbered from here. ``cache`` and ``draw`` serve from the first step on.
 
     ``capture(run)``, None where graphs are off: runs ``run`` and records it as a graph; what it returns replays that.
     ``run`` reads and writes tensors that live as long as the speculator, at the addresses they have now, and returns
@@ -39,28 +94,65 @@ class SpeculatorServices:
     vocab_size: int
     device: str
     dtype: str
+    max_model_len: int
+    target: "Model"
+    facts: "ModelFacts"
+    checkpoint: "Checkpoint | None"
+    make_model: "Callable[[Checkpoint], Model]"
+    cache: OwnCache
+    draw: Draw
+    first_layer: int = 0
     capture: "Callable[[Callable[[], None]], Callable[[], None]] | None" = None
 
 
 class ProposeRow(NamedTuple):
     """``tokens``: all known tokens of the request, a read-only view. ``slots``: most drafts wanted; 0 where the row
-    stops short of its last known token or the scheduler gave none."""
+    stops short of its last known token or the scheduler gave none.
+
+    ``computed``: the target's true length before this step, ``end`` after it, drafts aside. Where the request is seen
+    for the first time, the speculator's own groups hold its first ``computed`` tokens, too (a reused prefix, a fork).
+    """
 
     request: str
-    tokens: "np.ndarray[Any, Any]"
+    tokens: "Tokens"
     slots: int
+    computed: int = 0
+    end: int = 0
 
 
 @dataclass
 class Drafts:
     """``tokens[i]``: proposals for row i, at most its slots. ``probs[i]``: the distributions [len(tokens[i]), V] they
-    were sampled from (float32), None where they were chosen and not sampled."""
+    were sampled from (float32), None where they were chosen and not sampled.
+
+    ``parents[i]``: for each of row i's drafts the index of the draft before it, -1 for the last known token. None: each
+    row is a chain. The verifier takes chains only, so far, and refuses parents that are none.
+    """
 
     tokens: list[list[int]]
     probs: "list[torch.Tensor | None] | None" = None
+    parents: list[list[int]] | None = None
+
+
+class ObservedRow(NamedTuple):
+    """What became of a row. ``tokens``: all known tokens now. The target has computed ``begin <= position < computed``
+    in this step (accepted drafts included, rejected ones not); its hidden states lie in the taps from row ``offset``
+    on. Where the last stage is another rank's, this is told at the next step, of rows with drafts, and ``begin`` is
+    ``computed``: hidden states are not at hand."""
+
+    request: str
+    tokens: "Tokens"
+    drafted: int
+    accepted: int
+    begin: int
+    computed: int
+    offset: int
 
 
 class Speculator(Component):
+    """In this order: ``bind``, ``load``, then ``propose`` and ``observe`` once a step. ``needs`` says before ``bind``
+    what follows from the options alone (``lookahead`` and ``reuse_tail``), afterwards all."""
+
     kind: ClassVar[str] = "speculator"
     contract: ClassVar[str] = "speculator/1"
 
@@ -68,14 +160,21 @@ class Speculator(Component):
     def needs(self) -> SpeculatorNeeds: ...
 
     def bind(self, services: SpeculatorServices) -> None:
-        """Called once before the first step."""
+        """Called once, before any weight is read: ConfigError for what does not fit the target."""
+
+    def load(self) -> None:
+        """Read weights of its own; the target's are loaded."""
 
     @abstractmethod
     def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
-        """At the start of the step in which the drafts are verified; sees all rows of the step."""
+        """At the start of the step in which the drafts are verified; sees all rows of the step. Rows without slots only
+        fill its cache."""
 
-    def observe(self, accepted: Sequence[tuple[str, int, int]]) -> None:
-        """(request, drafted, accepted) of each row that carried drafts."""
+    def observe(self, rows: Sequence[ObservedRow], taps: "Mapping[str, torch.Tensor]") -> Sequence[int] | None:
+        """At the end of the step: each of its rows that did not fail. ``taps`` [T, hidden], by name.
+
+        Returns by row how many tokens its own cache groups are behind ``computed``; None: nothing."""
+        return None
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """These requests have ended or were suspended."""

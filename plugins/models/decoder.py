@@ -120,12 +120,33 @@ class DecoderModel(Model):
         on_first, on_last = name == f"{EMBEDDING}.weight", name in (f"{FINAL_NORM}.weight", f"{HEAD}.weight")
         return (on_first and not self.is_first) or (on_last and not self.is_last)
 
-    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend,
+        taps: dict[str, torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:
+        taps = {} if taps is None else taps
         x = self.embedding(inputs) if self.is_first else inputs
+        if "embedding" in taps:
+            taps["embedding"] = x
         cos, sin = self.rope(positions)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
+            if (name := f"layer:{layer.index}") in taps:
+                taps[name] = x
+        if "final" in taps:
+            taps["final"] = self.norm(x)
         return x
+
+    def taps(self) -> list[str]:
+        """Of a stage: its own layers' only."""
+        layers = [f"layer:{layer.index}" for layer in self.layers]
+        return [*(["embedding"] if self.is_first else []), *layers, *(["final"] if self.is_last else [])]
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(ids)
+
+    def unembed(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(rows)
 
     def head(self, rows: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.norm(rows))

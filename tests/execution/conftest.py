@@ -118,8 +118,8 @@ class Script(Speculator):
     def propose(self, rows):
         return Drafts([self.plan(row.request, row.tokens.tolist(), row.slots) for row in rows])
 
-    def observe(self, accepted):
-        self.observed += accepted
+    def observe(self, rows, taps):
+        self.observed += [(row.request, row.drafted, row.accepted) for row in rows if row.drafted]
 
     def forget(self, request_ids):
         self.forgotten += request_ids

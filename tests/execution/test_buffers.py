@@ -59,7 +59,7 @@ def test_a_request_that_starts_again_has_an_empty_table(table, change):
 def test_rows_are_copies_that_reach_as_far_as_asked(table):
     table.add(new("a", [1, 2, 3]))
     table.grant("a", Grant({"full": GroupGrant(0, (11, 12, 13))}))
-    rows, page_size = table.page_rows(np.array([table.get("a").slot]), 9)["full"]
+    rows, page_size = table.page_rows(np.array([table.get("a").slot]), 9, ["full"])["full"]
     table.remove("a")
     assert (rows.tolist(), page_size) == ([[11, 12, 13]], 4)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.interfaces.kvcache import CacheSpec
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.speculator import Drafts, SpeculatorNeeds
 from hotswap.core.request import SamplingParams
@@ -220,9 +219,9 @@ def test_a_speculator_that_raises_is_named(make_host, prompts):
 
 class Needy(NgramSpeculator):
     def needs(self):
-        return SpeculatorNeeds(lookahead=2, cache_specs=(CacheSpec("draft", (0,), 1, 8, 64),))
+        return SpeculatorNeeds(lookahead=2, taps=("layer:7",))
 
 
-def test_a_speculator_with_needs_that_are_not_met_is_refused(make_host):
-    with pytest.raises(ConfigError, match="cache groups or hidden states"):
+def test_hidden_states_that_the_model_does_not_give_are_refused(make_host):
+    with pytest.raises(ConfigError, match="reads the hidden states layer:7, but .* gives none"):
         make_host(speculator=Needy())

@@ -236,7 +236,7 @@ def test_durations_are_measured_by_the_given_clock(make_host, prompts):
     host.new("a", prompts["a"])
     host.row("a", 3)
     host.step()
-    assert host.verdicts[0].durations == {"prepare": 2.0, "propose": 1.0, "forward": 1.0, "sample": 1.0}
+    assert host.verdicts[0].durations == {"prepare": 2.0, "propose": 1.0, "forward": 1.0, "sample": 1.0, "observe": 1.0}
 
 
 def test_more_requests_than_planned_for_find_room(make_host, reference, prompts):

@@ -194,8 +194,8 @@ def test_greedy_rows_compare_with_the_largest_logit_even_where_probabilities_com
     params = SamplingParams(temperature=0.0)
     q = torch.full((3, VOCAB), 1 / VOCAB)
     for probs in (None, [q]):
-        assert verify(logits, batch_of(params, 1, 4), [[1, 2, 3]], probs) == ([[1, 2, 3, 4]], [3], {})
-        assert verify(logits, batch_of(params, 1, 4), [[1, 5, 3]], probs) == ([[1, 2]], [1], {})
+        assert verify(logits, batch_of(params, 1, 4), [[1, 2, 3]], probs) == ([[1, 2, 3, 4]], [3], {}, 0)
+        assert verify(logits, batch_of(params, 1, 4), [[1, 5, 3]], probs) == ([[1, 2]], [1], {}, 0)
 
 
 def test_rows_of_different_lengths_and_kinds_share_a_batch_without_touching_each_other() -> None:

@@ -1,0 +1,135 @@
+"""The speculator's place in the worker: what it is asked and told, what of its answers is taken, and its own cache.
+
+Whatever it proposes, the answer stays exact; what makes no sense is dropped and counted.
+"""
+
+import logging
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hotswap.core.execution.buffers import RequestTable
+from hotswap.core.execution.cache import PagedCache
+from hotswap.core.execution.choosing import blaming
+from hotswap.core.execution.layout import batch_layout
+from hotswap.core.interfaces.model import Attend
+from hotswap.core.interfaces.speculator import Drafts, ObservedRow, ProposeRow, Span, Speculator
+
+logger = logging.getLogger(__name__)
+
+
+class Proposal(NamedTuple):
+    """By row: ``drafts``, and ``probs`` that have the right shape and type; ``dropped`` counts what was not taken."""
+
+    drafts: list[list[int]]
+    probs: list[torch.Tensor | None] | None
+    dropped: int
+
+
+class SpeculatorCache:
+    """See ``OwnCache``. Attached once pages have been divided."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._groups: tuple[str, ...] = ()
+        self._table: RequestTable | None = None
+        self._cache: PagedCache | None = None
+
+    def attach(self, groups: Sequence[str], table: RequestTable, cache: PagedCache) -> None:
+        self._groups, self._table, self._cache = tuple(groups), table, cache
+
+    def lay_out(self, spans: Sequence[Span]) -> tuple[torch.Tensor, Attend]:
+        table, cache = self._table, self._cache
+        assert table is not None and cache is not None, "lay_out before the first step"
+        residents = [table.get(span.request) for span in spans]
+        slots = np.array([resident.slot for resident in residents if resident is not None], np.int64)
+        assert len(slots) == len(spans), "a span of a request that is not here"
+        begins, ends = (np.array([span[i] for span in spans], np.int64) for i in (1, 2))
+        table.check_room(slots, ends, self._groups)
+        rows = table.page_rows(slots, int(ends.max()), self._groups)
+        layout = batch_layout(ends - begins, begins, rows, self._device)
+        cache.plan(layout)
+        return layout.positions, cache.attend
+
+
+class Speculation:
+    """Asks the speculator and checks what it says. ``on``: there is anything to ask, and this rank asks it."""
+
+    def __init__(self, speculator: Speculator, vocab_size: int, asks: bool = True) -> None:
+        needs = speculator.needs()
+        self.speculator, self.taps, self.lookahead = speculator, needs.taps, needs.lookahead
+        self.on = asks and needs.lookahead > 0
+        self._vocab_size = vocab_size
+        self._warned = False
+
+    def propose(self, rows: Sequence[ProposeRow]) -> Proposal:
+        with blaming(self.speculator, "propose"):
+            drafts = self.speculator.propose(rows)
+            _refuse_trees(drafts)
+        tokens, probs, problems = _taken(rows, drafts, self._vocab_size)
+        if problems and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s proposed what makes no sense, which is dropped and counted from now on: %s",
+                self.speculator.label, problems[0])
+        return Proposal(tokens, probs, len(problems))
+
+    def observe(self, rows: Sequence[ObservedRow], taps: dict[str, torch.Tensor]) -> Sequence[int]:
+        """By row, how far the speculator's own groups are behind."""
+        with blaming(self.speculator, "observe"):
+            lags = self.speculator.observe(rows, taps)
+            if lags is None:
+                return [0] * len(rows)
+            if len(lags) != len(rows):
+                raise ValueError(f"{len(lags)} lags for {len(rows)} rows")
+        return lags
+
+    def forget(self, requests: Sequence[str]) -> None:
+        with blaming(self.speculator, "forget"):
+            self.speculator.forget(requests)
+
+
+def _refuse_trees(drafts: Drafts) -> None:
+    for row, parents in enumerate(drafts.parents or ()):
+        if list(parents) != list(range(-1, len(parents) - 1)):
+            raise ValueError(
+                f"row {row} has parents {list(parents)}, a tree, but the verifier takes chains only: propose one "
+                "draft behind the other, and leave parents out")
+
+
+def _taken(
+    rows: Sequence[ProposeRow], drafts: Drafts, vocab_size: int,
+) -> tuple[list[list[int]], list[torch.Tensor | None] | None, list[str]]:
+    """Tokens and probabilities that can be verified, and what is wrong with the rest."""
+    nothing: list[list[int]] = [[] for _ in rows]
+    given, probs = drafts.tokens, drafts.probs
+    if len(given) != len(rows):
+        return nothing, None, [f"{len(given)} proposals for {len(rows)} rows"]
+    if probs is not None and len(probs) != len(rows):
+        return nothing, None, [f"probabilities of {len(probs)} rows for {len(rows)} rows"]
+    taken: list[list[int]] = []
+    qs: list[torch.Tensor | None] = []
+    problems = []
+    for i, (row, proposed) in enumerate(zip(rows, given, strict=True)):
+        q = None if probs is None else probs[i]
+        kept = list(takewhile(lambda token: 0 <= token < vocab_size, map(int, proposed[: row.slots])))
+        if len(kept) < len(proposed):
+            problems.append(_excess(proposed, row, vocab_size))
+        if q is not None and (q.shape != (len(proposed), vocab_size) or q.dtype != torch.float32):
+            problems.append(
+                f"probabilities {list(q.shape)} {q.dtype} for request {row.request}, expected "
+                f"[{len(proposed)}, {vocab_size}] torch.float32")
+            kept, q = [], None
+        taken.append(kept)
+        qs.append(None if q is None else q[: len(kept)])
+    return taken, None if probs is None else qs, problems
+
+
+def _excess(proposed: Sequence[int], row: ProposeRow, vocab_size: int) -> str:
+    if len(proposed) > row.slots:
+        return f"{len(proposed)} drafts for request {row.request}, which has {row.slots} slots"
+    wrong = next(token for token in proposed if not 0 <= token < vocab_size)
+    return f"draft {wrong} for request {row.request}, the vocabulary has {vocab_size} tokens"

@@ -1,0 +1,42 @@
+"""Opening a speculator's own checkpoint, and whether it belongs to the target."""
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.speculator import SpeculatorServices
+from hotswap.core.modeling.checkpoint import Checkpoint, open_checkpoint
+
+OPTION = "speculator.model"
+
+
+def open_own(source: str, revision: str | None) -> Checkpoint:
+    """ConfigError, under the option's path, for what cannot be opened."""
+    try:
+        return open_checkpoint(source, revision=revision, progress=False)
+    except ConfigError as error:
+        raise type(error)(error.message, OPTION) from error
+
+
+def check_vocabulary(checkpoint: Checkpoint, vocab_size: int, services: SpeculatorServices) -> None:
+    """A draft must mean the same token to both: equal widths and, where both have a tokenizer, equal pieces."""
+    if vocab_size != services.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.path} has a vocabulary of {vocab_size} tokens and the target one of {services.vocab_size}; "
+            "choose a checkpoint that was made for the target's tokenizer", OPTION)
+    target = services.checkpoint
+    if target is None or target is checkpoint or not (target.has_tokenizer and checkpoint.has_tokenizer):
+        return
+    ours, theirs = (c.tokenizer().backend.get_vocab(with_added_tokens=True) for c in (checkpoint, target))
+    if ours != theirs:
+        differing = ((id, piece) for piece, id in ours.items() if theirs.get(piece) != id)
+        id, piece = min(differing, default=(-1, ""))
+        what = f"token {id} is {piece!r} there and {target.tokenizer().id_to_token(id)!r} in the target" if (
+            id >= 0) else f"{len(ours)} of the target's {len(theirs)} pieces are known there"
+        raise ConfigError(
+            f"{checkpoint.path} has another tokenizer than the target: {what}; choose a checkpoint that was made for "
+            "the target's tokenizer", OPTION)
+
+
+def check_context(checkpoint: Checkpoint, max_position: int, services: SpeculatorServices) -> None:
+    if max_position < services.max_model_len:
+        raise ConfigError(
+            f"{checkpoint.path} was made for {max_position} tokens, and requests may have {services.max_model_len}; "
+            f"set max_model_len to {max_position} at most, or choose another checkpoint", OPTION)
