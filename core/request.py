@@ -81,12 +81,14 @@ class SamplingParams(BaseModel):
 
 
 class FinishReason(StrEnum):
-    """Every request ends in exactly one of these."""
+    """At every engine a request ends in exactly one of these."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    HANDOFF = "handoff"
+    """This engine's part is done and another goes on: no client sees it."""
 
 
 class TokenLogprob(NamedTuple):
@@ -119,8 +121,25 @@ class Detokenizer(Protocol):
 
 
 @dataclass(frozen=True)
+class Handoff:
+    """What one engine has done of a request that another goes on with. ``tokens``: the output so far, which the client
+    has, logprobs included. ``pages``: where its KV transfer keeps the keys and values of all tokens but the last, a
+    plain value; None: nowhere, they are computed again.
+
+    The detokeniser goes along in the request, and the sampler's position is the number of tokens.
+    """
+
+    tokens: tuple[int, ...]
+    pages: Any = None
+
+
+@dataclass(frozen=True)
 class Request:
-    """One sequence to generate. ``n > 1`` is several of these, made by the front."""
+    """One sequence to generate. ``n > 1`` is several of these, made by the front.
+
+    ``hands_over``: the engine's part is done with the first token of the output, unless that is the last one anyway.
+    ``continued``: what another engine has done already; who sampled a token emits it.
+    """
 
     id: str
     prompt_token_ids: list[int]
@@ -135,6 +154,8 @@ class Request:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     cache_key: CacheKey = field(default_factory=CacheKey)
     detokenizer: Detokenizer | None = None
+    hands_over: bool = False
+    continued: Handoff | None = None
 
 
 @dataclass(slots=True)
@@ -151,6 +172,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     cached_tokens: int = 0
+    handoff: Any = None
 
 
 OutputSink = Callable[[RequestOutput], None]

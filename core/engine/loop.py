@@ -15,6 +15,7 @@ from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Context, Limits, PlanError
 from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs, last_words
 from hotswap.core.engine.pool import DONE, RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
+from hotswap.core.errors import RequestError
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.parallel import EventListener, Executor, Ticket
@@ -79,7 +80,10 @@ class EngineLoop:
         if not self.pool.states:
             self.progress_at = now
         left = self.limits.max_model_len - len(request.prompt_token_ids)
-        state = self.pool.add(request, sink, now, min(request.sampling.max_tokens or left, left))
+        most = min(request.sampling.max_tokens or left, left)
+        if request.continued is not None and len(request.continued.tokens) >= most:
+            raise RequestError(f"a request of {most} tokens cannot go on behind {len(request.continued.tokens)}")
+        state = self.pool.add(request, sink, now, most)
         if self.parts.observers.active:
             self.parts.observers.notify("hotswap_request_arrived", request=state, time=now)
         self._admit(state)

@@ -24,7 +24,7 @@ def cut_at_end(state: RequestState, kept: list[int]) -> tuple[list[int], Ending 
             eos = token in state.request.eos_token_ids and not state.request.sampling.ignore_eos
             return kept[: index + 1], Ending(FinishReason.STOP, None if eos else token)
         if index + 1 >= room:
-            return kept[: index + 1], Ending(FinishReason.LENGTH)
+            return kept[: index + 1], Ending(FinishReason.HANDOFF if state.hands_over else FinishReason.LENGTH)
     return kept, None
 
 
@@ -41,7 +41,8 @@ def to_text(
     delta = detokenizer.push(visible, sampling.min_tokens)
     if delta.stopped is not None:
         return delta.text, kept[: delta.consumed], Ending(FinishReason.STOP, delta.stopped)
-    return (delta.text + detokenizer.finish() if ending else delta.text), kept, ending
+    over = ending is not None and ending.reason is not FinishReason.HANDOFF
+    return (delta.text + detokenizer.finish() if over else delta.text), kept, ending
 
 
 def absorb(state: RequestState, row: RowVerdict, now: float) -> tuple[RequestOutput, Ending | None]:

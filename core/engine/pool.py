@@ -36,9 +36,9 @@ class RequestState:
 
     __slots__ = (
         "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end",
-        "finish_reason", "finished_at", "first_scheduled_at", "first_token_at", "flying", "id", "kept_in_flight",
-        "max_new", "on_worker", "preemptions", "priority", "prompt_length", "prompt_logprobs", "ready", "request",
-        "reusable", "sequence", "sink", "status", "stop_ids", "tenant", "told", "tokens", "verified",
+        "finish_reason", "finished_at", "first_scheduled_at", "first_token_at", "flying", "hands_over", "id",
+        "kept_in_flight", "max_new", "on_worker", "preemptions", "priority", "prompt_length", "prompt_logprobs",
+        "ready", "request", "reusable", "sequence", "sink", "status", "stop_ids", "tenant", "told", "tokens", "verified",
     )
 
     def __init__(self, request: Request, sink: OutputSink, arrival: float, sequence: int, max_new: int) -> None:
@@ -49,8 +49,9 @@ class RequestState:
             request.priority, request.tenant, request.deadline, request.attrs,
         )
         self.tokens = list(request.prompt_token_ids)
-        self.prompt_length, self.max_new = len(self.tokens), max_new
-        self.end = self.prompt_length + max_new
+        self.hands_over = request.hands_over and max_new > 1
+        self.prompt_length, self.max_new = len(self.tokens), 1 if self.hands_over else max_new
+        self.end = self.prompt_length + self.max_new
         eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = eos.union(sampling.stop_token_ids)
         self.status = WAITING
@@ -66,6 +67,9 @@ class RequestState:
         self.prompt_logprobs: list[TokenLogprob | None] | None = (
             None if sampling.prompt_logprobs is None else [None] * self.prompt_length
         )
+        if request.continued is not None:
+            self.tokens += request.continued.tokens
+            self.first_token_at, self.prompt_logprobs = arrival, None  # the client has them
 
     @property
     def running(self) -> bool:

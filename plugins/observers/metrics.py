@@ -68,11 +68,14 @@ class _Totals(NamedTuple):
     prefix_cache_hits: int = 0
 
     def plus(self, state: RequestState) -> "_Totals":
-        started = state.first_scheduled_at is not None
-        length = state.prompt_length if started else 0
+        """What another engine has done of a request, that engine counts."""
+        before = state.request.continued
+        counts = state.first_scheduled_at is not None and before is None
+        length = state.prompt_length if counts else 0
         return _Totals(
-            self.prompt_tokens + length, self.generation_tokens + state.output_length,
-            self.prefix_cache_queries + length, self.prefix_cache_hits + ((state.cached_tokens or 0) if started else 0))
+            self.prompt_tokens + length,
+            self.generation_tokens + state.output_length - (len(before.tokens) if before else 0),
+            self.prefix_cache_queries + length, self.prefix_cache_hits + ((state.cached_tokens or 0) if counts else 0))
 
 
 class _Source(Collector):
@@ -136,6 +139,8 @@ class Metrics(Observer):
     @hookimpl
     def hotswap_request_arrived(self, request: RequestState, time: float) -> None:
         self._live[request.id] = request
+        if request.request.continued is not None:
+            self._last_tokens.begin(request.id, time)
 
     @hookimpl
     def hotswap_request_finished(self, request: RequestState, reason: str, time: float) -> None:
@@ -146,8 +151,13 @@ class Metrics(Observer):
             self._reasons[reason] += 1
         self._first.pop(request.id, None)
         last = self._last_tokens.end(request.id)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH) and request.first_token_at is not None:
-            self._observe_ended(request, time, last)
+        if request.first_token_at is None or reason not in (
+                FinishReason.STOP, FinishReason.LENGTH, FinishReason.HANDOFF):
+            return
+        if request.request.continued is None:
+            self._observe_prefill(request, request.first_token_at, last is None)
+        if reason != FinishReason.HANDOFF:
+            self._observe_ended(request, request.first_token_at, time, last)
 
     @hookimpl
     def hotswap_step_planned(
@@ -206,17 +216,21 @@ class Metrics(Observer):
                 self._last_tokens.begin(state.id, state.first_token_at)
                 self._histograms["time_to_first_token_seconds"].observe(state.first_token_at - state.arrival)
 
-    def _observe_ended(self, state: RequestState, time: float, last: float | None) -> None:
-        histograms, first, begun = self._histograms, state.first_token_at or time, state.first_scheduled_at or time
-        if last is None:  # its first token was its last
+    def _observe_prefill(self, state: RequestState, first: float, only: bool) -> None:
+        """``only``: its first token was its last here."""
+        histograms, begun = self._histograms, state.first_scheduled_at or first
+        if only:
             histograms["time_to_first_token_seconds"].observe(first - state.arrival)
-        else:
-            histograms["inter_token_latency_seconds"].observe(time - last)
-        histograms["e2e_request_latency_seconds"].observe(time - state.arrival)
         histograms["request_queue_time_seconds"].observe(begun - state.arrival)
         histograms["request_prefill_time_seconds"].observe(first - begun)
-        histograms["request_decode_time_seconds"].observe(time - first)
         histograms["request_prompt_tokens"].observe(state.prompt_length)
+
+    def _observe_ended(self, state: RequestState, first: float, time: float, last: float | None) -> None:
+        histograms = self._histograms
+        if last is not None:
+            histograms["inter_token_latency_seconds"].observe(time - last)
+        histograms["e2e_request_latency_seconds"].observe(time - state.arrival)
+        histograms["request_decode_time_seconds"].observe(time - first)
         histograms["request_generation_tokens"].observe(state.output_length)
         if state.output_length > 1:
             histograms["request_time_per_output_token_seconds"].observe((time - first) / (state.output_length - 1))

@@ -1,6 +1,7 @@
 """Data parallelism: equal engines side by side, each with the whole model and a cache of its own."""
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 from pydantic import Field
 
@@ -28,5 +29,5 @@ class DataParallel(Deployment):
     def roles(self) -> list[Role]:
         return [Role("", self.options.replicas)]
 
-    def start(self, factories: Any) -> EngineClient:
-        return Fleet.start(list[EngineFactory](factories), self.parts["router"])
+    def start(self, factories: Sequence[EngineFactory]) -> EngineClient:
+        return Fleet.start((factories, self.parts["router"]))[0]

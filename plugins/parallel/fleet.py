@@ -52,16 +52,18 @@ class Fleet:
                 client.watch(partial(self._observe, number))
 
     @classmethod
-    def start(cls, factories: Sequence[EngineFactory], router: Router) -> "Fleet":
-        """Start the engines side by side; where one cannot be, stop the others and raise its error."""
-        with ThreadPoolExecutor(len(factories), "hotswap-start") as pool:
-            starts = [pool.submit(factory.start) for factory in factories]
-        failed = [error for start in starts if (error := start.exception()) is not None]
-        clients = [start.result() for start in starts if start.exception() is None]
-        if failed:
-            _side_by_side([client.stop for client in clients])
+    def start(cls, *groups: tuple[Sequence[EngineFactory], Router]) -> "list[Fleet]":
+        """A fleet for each group. Engines are started side by side; where one cannot be, the others are stopped and its
+        error is raised."""
+        with ThreadPoolExecutor(sum(len(factories) for factories, _ in groups), "hotswap-start") as pool:
+            starts = [[(factory, pool.submit(factory.start)) for factory in factories] for factories, _ in groups]
+        flat = [start for group in starts for _, start in group]
+        if failed := [error for start in flat if (error := start.exception()) is not None]:
+            _side_by_side([start.result().stop for start in flat if start.exception() is None])
             raise failed[0]
-        return cls(list(zip(factories, clients, strict=True)), router)
+        return [
+            cls([(factory, start.result()) for factory, start in group], router)
+            for group, (_, router) in zip(starts, groups, strict=True)]
 
     # EngineClient
 

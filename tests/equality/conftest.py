@@ -114,6 +114,7 @@ class Answer:
     """All that a client gets for one request, from its outputs joined."""
 
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
@@ -122,6 +123,7 @@ class Answer:
 
     def add(self, output: RequestOutput) -> None:
         self.token_ids += output.token_ids
+        self.text += output.text
         self.logprobs += output.logprobs or []
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.finish_reason, self.error, self.cached_tokens = output.finish_reason, output.error, output.cached_tokens
@@ -263,8 +265,9 @@ class Deployed:
         return f"{self.count}-{index}"
 
     def request(self, index: int, prompt: Sequence[int], **sampling: Any) -> Request:
+        own = {key: sampling.pop(key) for key in ("detokenizer",) if key in sampling}
         sampling = {"temperature": 0, "ignore_eos": True, **sampling}
-        return Request(self.name(index), list(prompt), SamplingParams(**sampling), seed=sampling.get("seed", 0))
+        return Request(self.name(index), list(prompt), SamplingParams(**sampling), seed=sampling.get("seed", 0), **own)
 
     def submit(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, abort: Mapping[int, int] | None = None,

@@ -10,16 +10,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hotswap.core.live import LiveComponents
+from hotswap.core.request import Handoff
 from hotswap.core.testing.rig import Rig, build, expected, make_rig, random_prompt
 
 
-def watched(use: str, rig_options: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Rig, LiveComponents]:
+def watched(
+    use: str, rig_options: dict[str, Any] | None = None, replica: str = "", **options: Any,
+) -> tuple[Any, Rig, LiveComponents]:
     live = LiveComponents()
     observer = build("observer", use, **options)
     live.add(observer)
     rig = make_rig(observers=live.observers, **(rig_options or {}))
     live.observers.notify(
-        "hotswap_engine_started", versions={}, replica="", config={"model": {"name": "toy"}, "server": {}}, time=0.0)
+        "hotswap_engine_started", versions={}, config={"model": {"name": "toy"}, "server": {}}, replica=replica,
+        time=0.0)
     return observer, rig, live
 
 
@@ -176,3 +180,54 @@ def test_only_the_newest_bills_stay_in_memory():
         rig.add(f"r{number}", [1, 2], 2)
     rig.run()
     assert len(bill.invoices) == 2
+
+
+def test_the_engines_of_a_deployment_share_one_route_and_are_told_apart_by_a_label():
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    app, requests = FastAPI(), 0
+    for replica, count in (("0", 3), ("1", 5)):
+        metrics, rig, live = watched("metrics", replica=replica)
+        live.observers.notify("hotswap_server_routes", app=app)
+        traffic(rig, count)
+        requests += count
+    text = TestClient(app).get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert text.count("# TYPE hotswap:request_success_total counter") == 1
+    running = families["hotswap:num_requests_running"].samples
+    assert [(sample.labels["replica"], sample.value) for sample in running] == [("0", 0), ("1", 0)]
+    ended = {sample.labels["replica"]: 0.0 for sample in running}
+    for sample in families["hotswap:request_success"].samples:
+        ended[sample.labels["replica"]] += sample.value
+    assert ended == {"0": 3, "1": 5}
+
+
+def test_a_request_in_two_engines_is_counted_once():
+    first, prefill, _ = watched("metrics")
+    second, decode, _ = watched("metrics")
+    request = prefill.add("r", [3] * 13, 6, hands_over=True)
+    prefill.run()
+    token = prefill.client.tokens("r")
+    assert (prefill.client.endings("r"), len(token)) == (["handoff"], 1)
+    decode.add("r", [3] * 13, 6, continued=Handoff(tuple(token)))
+    decode.run()
+    assert token + decode.client.tokens("r") == expected(request)
+    counts = [scrape(metrics) for metrics in (first, second)]
+    for name, each in {
+        "prompt_tokens_total": [13, 0], "generation_tokens_total": [1, 5], "request_success_total[handoff]": [1, 0],
+        "request_success_total[length]": [0, 1], "time_to_first_token_seconds_count": [1, 0],
+        "request_prefill_time_seconds_count": [1, 0], "e2e_request_latency_seconds_count": [0, 1],
+        "inter_token_latency_seconds_count": [0, 5],
+    }.items():
+        assert [count[f"hotswap:{name}"] for count in counts] == each, name
+
+
+def test_files_of_several_replicas_have_names_of_their_own(tmp_path):
+    for use in ("bill", "decision_log"):
+        for replica in ("", "0.decode1"):
+            _, rig, live = watched(use, replica=replica, path=tmp_path / f"{use}.jsonl")
+            traffic(rig, 2)
+            live.observers.notify("hotswap_engine_stopped", time=1.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "bill.0.decode1.jsonl", "bill.jsonl", "decision_log.0.decode1.jsonl", "decision_log.jsonl"]
