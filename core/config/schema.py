@@ -56,6 +56,8 @@ class ModelSection(Section):
     """A directory or a .gguf file, never a hub id. Relative to the working directory."""
     use: str | None = None
     """The model component; by default the one that is registered for the checkpoint's architecture."""
+    fallback: str | None = "transformers"
+    """The model component where none is registered for the architecture; null: such a checkpoint is refused."""
     revision: str | None = None
     """A branch, tag or commit of the hub repository; an error where the model is no hub id."""
 

@@ -163,15 +163,21 @@ class Assembly:
 
 
 def build_model(config: Config, registry: Registry, checkpoint: "Checkpoint") -> Model:
-    """The component that the config names, or the one registered under the checkpoint's architecture."""
-    use = config.model.use or checkpoint.architecture
-    known = registry.names("model")
-    if config.model.use is None and use not in known:
+    """The component that the config names, or the one registered under the checkpoint's architecture, or the fallback.
+    """
+    section, architecture = config.model, checkpoint.architecture
+    use = section.use or (architecture if architecture in registry.names("model") else section.fallback)
+    if use is None:
         raise ConfigError(
-            f"the checkpoint's architecture is {use!r}, and no installed component is registered for it; there are "
-            f"{', '.join(known)}. Install a model component for it, or name one with model.use", "model")
-    model: Model = registry.build("model", ComponentRef(use=use, **config.model.options), "model")
+            f"{nobody_for(architecture, registry)}; install one, or name one with model.use or model.fallback", "model")
+    model: Model = registry.build("model", ComponentRef(use=use, **section.options), "model")
     return model
+
+
+def nobody_for(architecture: str, registry: Registry) -> str:
+    return (
+        f"no component is registered for the checkpoint's architecture {architecture!r} (there are "
+        f"{', '.join(registry.names('model'))})")
 
 
 def _allocate(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:

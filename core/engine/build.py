@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from hotswap.core.config import Config, ResolvedConfig
 from hotswap.core.config.check import check_config
-from hotswap.core.engine.assembly import Assembly, BuiltEngine, build_model
+from hotswap.core.engine.assembly import Assembly, BuiltEngine, build_model, nobody_for
 from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.interfaces.kvcache import CachePlan
-from hotswap.core.interfaces.model import ModelFacts
+from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.parallel import EngineClient
 from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
@@ -84,15 +84,16 @@ def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Cloc
     config, registry = resolved.config, Registry()
     parts = check_config(config, registry)
     checkpoint = _open(config, progress)
-    facts = build_model(config, registry, checkpoint).facts(checkpoint.config)
+    model = build_model(config, registry, checkpoint)
+    facts, notes = _facts(config, registry, model, checkpoint)
     max_model_len = _context_length(config, facts)
-    warnings = [*resolved.warnings, *checkpoint.warnings, *_odd_model(config, checkpoint)]
+    warnings = [*resolved.warnings, *checkpoint.warnings, *_odd_model(config, model, checkpoint)]
     assembly = Assembly(resolved, registry, parts, checkpoint, facts, max_model_len, clock or SystemClock())
     engine = assembly.start()
     honoured = frozenset(field for processor in parts.listed("logits_processors") for field in processor.honours)
     return Built(
         engine, assembly.in_order(), resolved, checkpoint, facts, max_model_len, registry, honoured, assembly.fronts,
-        [*parts.notes, *assembly.notes], warnings)
+        [*parts.notes, *notes, *assembly.notes], warnings)
 
 
 def _open(config: Config, progress: bool) -> "Checkpoint":
@@ -108,8 +109,22 @@ def _open(config: Config, progress: bool) -> "Checkpoint":
     return open_checkpoint(source, revision=config.model.revision, progress=progress)
 
 
-def _odd_model(config: Config, checkpoint: "Checkpoint") -> list[str]:
-    if config.model.use in (None, checkpoint.architecture):
+def _facts(
+    config: Config, registry: Registry, model: Model, checkpoint: "Checkpoint",
+) -> tuple[ModelFacts, list[str]]:
+    """The facts, and a note where the fallback stands in for a component that there is not."""
+    if config.model.use is not None or model.name == checkpoint.architecture:
+        return model.facts(checkpoint.config), []
+    nobody = nobody_for(checkpoint.architecture, registry)
+    try:
+        facts = model.facts(checkpoint.config)
+    except ConfigError as error:
+        raise ConfigError(f"{nobody}, and the fallback {model.name!r} refuses it: {error.message}", "model") from error
+    return facts, [f"{nobody}: the fallback {model.name!r} runs it, slower than one of its own would"]
+
+
+def _odd_model(config: Config, model: Model, checkpoint: "Checkpoint") -> list[str]:
+    if config.model.use in (None, checkpoint.architecture) or "any_architecture" in model.describe().offers:
         return []
     return [f"model.use is {config.model.use!r}, but the checkpoint was made for {checkpoint.architecture!r}"]
 

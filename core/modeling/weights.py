@@ -83,10 +83,14 @@ class WeightSource(ABC):
         """Names for which the predicate holds belong to another rank or need no reading: not unexpected."""
         self._skipped.append(belongs_elsewhere)
 
+    def skipped(self, name: str) -> bool:
+        """Whether a skip covers the tensor; some are covered from the start (``IGNORED_SUFFIXES``)."""
+        return any(skip(name) for skip in self._skipped)
+
     def finish(self) -> None:
         """ModelLoadError listing what was missing or misshaped, and what nobody took. Idempotent."""
         self._close_bar()
-        unexpected = [n for n in self.names() if n not in self._taken and not any(skip(n) for skip in self._skipped)]
+        unexpected = [name for name in self.names() if name not in self._taken and not self.skipped(name)]
         problems = self._misshaped[:_LISTED]
         if self._missing:
             problems.append(f"missing: {_listed(self._missing)}{self._nearest()}")

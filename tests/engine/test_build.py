@@ -66,6 +66,7 @@ def test_a_cache_too_small_for_one_request_is_refused_and_the_worker_stopped(dir
 def test_an_architecture_that_nobody_knows_is_refused_with_those_that_there_are(directory, tmp_path):
     config = json.loads((directory / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["NobodyForCausalLM"]}))
-    message = refusal({"path": str(tmp_path)})
-    assert "'NobodyForCausalLM'" in message
-    assert "LlamaForCausalLM" in message
+    for model in ({"path": str(tmp_path)}, {"path": str(tmp_path), "fallback": None}):
+        message = refusal(model)
+        assert "no component is registered for the checkpoint's architecture 'NobodyForCausalLM'" in message
+        assert "LlamaForCausalLM" in message

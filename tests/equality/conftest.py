@@ -384,12 +384,15 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
         import transformers
 
         torch.manual_seed(7)
-        config = getattr(transformers, f"{family}Config")(**{
+        architecture = getattr(transformers, f"{family}ForCausalLM", None) or getattr(
+            transformers, f"{family}LMHeadModel")
+        config = architecture.config_class(**{
             "vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
             "initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, **changes,
         })
-        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        model = architecture(config).eval()
+        model.set_attn_implementation("eager")  # the one that leaves nothing out
         path = tmp_path_factory.mktemp(f"tiny-{family.lower()}")
         model.save_pretrained(path)
         return Tiny(path, Reference(model))

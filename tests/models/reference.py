@@ -14,9 +14,9 @@ from hotswap.core.modeling.mesh import LOCAL_MESH
 from hotswap.plugins.models.decoder import DecoderModel
 
 
-def load_decoder(path, dtype=torch.float32, mesh=LOCAL_MESH):
+def load_decoder(path, dtype=torch.float32, mesh=LOCAL_MESH, component=DecoderModel):
     checkpoint = open_checkpoint(str(path), progress=False)
-    model = DecoderModel()
+    model = component()
     model.build(checkpoint.config, mesh, dtype, "cpu")
     with checkpoint.weights() as weights:
         model.load(weights)
@@ -27,7 +27,8 @@ class PlainAttention:
     """Causal attention over one sequence, keys and values of earlier calls included."""
 
     def __init__(self, model):
-        self.windows = {i: spec.window for spec in model.cache_specs() for i in spec.layers}
+        shapes = model.attention_shapes({})
+        self.shapes = {i: shapes[spec.group] for spec in model.cache_specs() for i in spec.layers}
         self.keys, self.values = {}, {}
 
     def __call__(self, layer, q, k, v):
@@ -35,11 +36,13 @@ class PlainAttention:
         v = self.values[layer] = torch.cat([*([self.values[layer]] if layer in self.values else []), v])
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.shapes[layer].scale
+        if cap := self.shapes[layer].softcap:
+            scores = cap * (scores / cap).tanh()
         distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
         hidden = distance < 0
-        if self.windows[layer] is not None:
-            hidden |= distance >= self.windows[layer]
+        if window := self.shapes[layer].window:
+            hidden |= distance >= window
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 

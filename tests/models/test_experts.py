@@ -123,7 +123,8 @@ def test_the_fused_layout_of_transformers_is_read_too(family, make_checkpoint, r
 def test_three_ranks_that_share_experts_equal_one(axes, shape, layout, make_checkpoint, threads, reference, ids):
     theirs, directory = make_checkpoint(
         "Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=2,
-        vocab_size=129, num_attention_heads=6, num_key_value_heads=3, save={"save_original_format": layout == "published"})
+        vocab_size=129, num_attention_heads=6, num_key_value_heads=3,
+        save={"save_original_format": layout == "published"})
 
     def work(mesh):
         model = reference.load_decoder(directory, mesh=mesh)
