@@ -96,7 +96,10 @@ class TransformersModel(Model):
         object.__setattr__(self.lm, self.lm.base_model_prefix, self.given)
         check_against_eager(self)
 
-    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend,
+        taps: dict[str, torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:
         """[T] -> [T, hidden], behind the final norm, which belongs to transformers' trunk."""
         self.calls.attend = attend
         # Drafts may lie beyond the last position; they are never kept, but a table of positions must have their rows.

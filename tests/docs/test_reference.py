@@ -128,7 +128,7 @@ def default_components() -> set[tuple[str, str]]:
     config = Config(model={"name": "m"})
     chosen = {(kind, getattr(config, section).use) for section, kind in SECTIONS.items() if section != "model"}
     chosen |= {(LISTS[section][0], ref.use) for section in LISTS for ref in getattr(config, section)}
-    return chosen | {("queue_policy", "fcfs"), ("eviction_policy", "lru")}
+    return chosen | {("queue_policy", "fcfs"), ("eviction_policy", "lru"), ("model", config.model.fallback)}
 
 
 def test_every_sampling_field_is_documented_with_its_default(pages):

@@ -27,8 +27,8 @@ RUNS = {
     "GPT2": {}, "GPTBigCode": {}, "GPTJ": {"rotary_dim": 8}, "GPTNeoX": {},
     "Granite": {"attention_multiplier": 0.3, "logits_scaling": 2.0}, "GraniteMoe": EXPERTS,
     "Helium": {"head_dim": 16}, "Llama": {}, "Nemotron": {}, "Olmo": {}, "Olmo2": {}, "Olmo3": TWO_KINDS,
-    "Olmoe": EXPERTS, "OPT": {"init_std": 0.3}, "Persimmon": {}, "Phi": {}, "Phi3": {"sliding_window": 8}, "Qwen2Moe": EXPERTS, "SeedOss": {}, "SmolLM3": {},
-    "StableLm": {}, "Starcoder2": {},
+    "Olmoe": EXPERTS, "OPT": {"init_std": 0.3}, "Persimmon": {}, "Phi": {}, "Phi3": {"sliding_window": 8},
+    "Qwen2Moe": EXPERTS, "SeedOss": {}, "SmolLM3": {}, "StableLm": {}, "Starcoder2": {},
 }
 
 
