@@ -121,6 +121,18 @@ class ExecutionSection(ComponentSection):
     """Steps in flight: 2 plans the next step while the device computes this one."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of a worker's operators, at most 1024; by default torch's choice."""
+    graphs: Literal["auto", "full", "off"] = "auto"
+    """CUDA graphs of decoding and verification: auto where device, attention and model allow them, full: or refuse."""
+    batch_sizes: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Rows for which steps are captured; by default 1, 2, 4, 8, 16, 24, 32, 48 … up to the most that can run."""
+
+    @model_validator(mode="after")
+    def _sizes_of_graphs(self) -> "ExecutionSection":
+        if self.batch_sizes is not None and self.graphs == "off":
+            raise ValueError("'batch_sizes' says which graphs are captured, but 'graphs' is off; keep one of them.")
+        if self.batch_sizes is not None and len(set(self.batch_sizes)) < len(self.batch_sizes):
+            raise ValueError("'batch_sizes' names a size twice.")
+        return self
 
 
 class ServerSection(Section):

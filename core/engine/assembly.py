@@ -124,15 +124,19 @@ class Assembly:
     def _worker_factory(self, plan: _Plan, replica: Replica) -> "WorkerBuilder":
         """Where engines of one rank run in this process, and several threads may run one model at once, they share it:
         its weights are loaded once."""
+        from hotswap.core.execution.graphs import choose_keys
         from hotswap.core.execution.worker import WorkerBuilder, WorkerSettings
 
         config, parts = plan.config, plan.parts
         notes = self.notes if replica.index == 0 else []
         settings = WorkerSettings.choose(config, self._checkpoint, self._max_model_len, notes)
+        model = build_model(config, self._registry, self._checkpoint)
+        keys = choose_keys(
+            config, settings.device, parts.attention, model, parts.speculator.needs().lookahead, plan.ranks.world_size,
+            notes)
         builder = WorkerBuilder(
-            self._checkpoint, build_model(config, self._registry, self._checkpoint), parts.attention, parts.speculator,
-            parts.listed("logits_processors"),
-            replace(settings, memory_fraction=settings.memory_fraction / replica.count))
+            self._checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"),
+            replace(settings, memory_fraction=settings.memory_fraction / replica.count, graphs=keys))
         if not (self._facts.concurrent and plan.ranks.world_size == 1):
             return builder
         with self._lock:

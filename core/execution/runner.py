@@ -19,10 +19,10 @@ from hotswap.core.execution.accord import Accord, StepFailedTogether
 from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser
+from hotswap.core.execution.graphs import StepGraphs
 from hotswap.core.execution.layout import IntArray, batch_layout, token_positions
 from hotswap.core.execution.logprobs import prompt_logprobs
 from hotswap.core.execution.speculation import Proposal, Speculation
-from hotswap.core.interfaces.layout import BatchLayout
 from hotswap.core.interfaces.messages import NewRequest, RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.scheduler import Row
@@ -75,6 +75,8 @@ class ModelRunner:
         self._speculation = speculation
         self._chooser = chooser
         self._clock = clock
+        self.graphs: StepGraphs | None = None
+        """Captured steps, once there are any: set by the worker."""
 
     def execute(self, message: StepMessage) -> Verdict:
         """What goes wrong outside a single row is the step's error, and its requests have failed. Raises only where
@@ -155,36 +157,39 @@ class ModelRunner:
         if batch.rows:
             dropped = self._propose(batch)
             times.append(self._clock())
-            layout, inputs = self._lay_out(batch)
+            forward = self._lay_out(batch)
             times.append(self._clock())
-            hidden, taps = self._forward(inputs, layout)
+            hidden, *states = forward()
             times.append(self._clock())
             reports, distrusted = self._finish(batch, hidden)
             times.append(self._clock())
-            self._observe(batch, reports, taps)
+            self._observe(batch, reports, dict(zip(self._speculation.taps, states, strict=True)))
             times.append(self._clock())
-            propose, prepare, forward, finish, observe = (end - begin for begin, end in pairwise(times))
+            propose, prepare, compute, finish, observe = (end - begin for begin, end in pairwise(times))
             verdict.durations["prepare"] += prepare
-            verdict.durations |= {"propose": propose, "forward": forward, "sample": finish, "observe": observe}
+            verdict.durations |= {"propose": propose, "forward": compute, "sample": finish, "observe": observe}
             if dropped + distrusted:
                 verdict.counts["dropped_proposals"] = dropped + distrusted
+            if self.graphs is not None:
+                verdict.counts |= self.graphs.news()
             verdicts.update((report.request, report) for report in reports)
         verdict.rows = [verdicts[row.request] for row in rows]
 
-    def _forward(self, inputs: torch.Tensor, layout: BatchLayout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """inputs [T] -> [T, hidden], which the next stage gets, and the hidden states that the speculator reads."""
+    def forward(self, inputs: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+        """Token ids and positions [T] int64 -> hidden states [T, H], which the next stage gets, and behind them those
+        that the speculator reads."""
         if not self._mesh.is_first:
             width, dtype = self._hidden
             inputs = self._mesh.receive(torch.empty(len(inputs), width, dtype=dtype, device=self._device))
         if not self._speculation.taps:
-            hidden, given = self._model.forward(inputs, layout.positions, self._cache.attend), {}
+            hidden, given = self._model.forward(inputs, positions, self._cache.attend), []
         else:
             taps: dict[str, torch.Tensor | None] = dict.fromkeys(self._speculation.taps)
-            hidden = self._model.forward(inputs, layout.positions, self._cache.attend, taps)
-            given = {name: state for name, state in taps.items() if state is not None}
-            assert len(given) == len(taps), f"{self._model.label} gave no {taps.keys() - given.keys()}"
+            hidden = self._model.forward(inputs, positions, self._cache.attend, taps)
+            given = [state for state in taps.values() if state is not None]
+            assert len(given) == len(taps), f"{self._model.label} gave {len(given)} of {list(taps)}"
         self._mesh.pass_on(hidden)
-        return hidden, given
+        return [hidden, *given]
 
     def _gather(self, rows: Sequence[Row]) -> tuple[_Batch, dict[str, RowVerdict]]:
         """The rows that can run, and the verdicts of those that cannot: of requests that failed, or are not here."""
@@ -259,16 +264,21 @@ class ModelRunner:
         computed = int(self._table.computed[resident.slot])
         return ObservedRow(resident.new.id, self._known(resident.slot), drafted, accepted, begin, computed, offset)
 
-    def _lay_out(self, batch: _Batch) -> tuple[BatchLayout, torch.Tensor]:
-        """The layout, planned for by the attention backend, and the token ids [T] int64."""
+    def _lay_out(self, batch: _Batch) -> Callable[[], list[torch.Tensor]]:
+        """Plan the batch for the attention backend; returns what then computes it, from a graph where one fits."""
         lengths = batch.lengths
         ends = batch.computed + lengths
         self._table.check_room(batch.slots, ends, self._groups)
+        graphs = self.graphs
+        if graphs is not None and (key := graphs.find(batch.slots, lengths, batch.computed)) is not None:
+            graphs.prepare(key, batch.slots, lengths, batch.computed)
+            return lambda: graphs.replay(key, lengths)
         tables = self._table.page_rows(batch.slots, int(ends.max()), self._groups)
         layout = batch_layout(lengths, batch.computed, tables, self._device)
         self._cache.plan(layout)
         tokens = self._table.tokens[np.repeat(batch.slots, lengths), token_positions(lengths, batch.computed)]
-        return layout, torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+        inputs = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+        return lambda: self.forward(inputs, layout.positions)
 
     def _finish(self, batch: _Batch, hidden: torch.Tensor) -> tuple[list[RowVerdict], int]:
         """Choose tokens for the rows that sample, bring the true counts up to date, and report; and how many drafts had

@@ -14,8 +14,10 @@ from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
 from hotswap.core.execution.device import choose_device, choose_dtype, free_bytes
+from hotswap.core.execution.graphs import GraphDevice, StepGraphs, capturing_device, reserve_bytes
 from hotswap.core.execution.runner import ModelRunner
 from hotswap.core.execution.speculation import Speculation, SpeculatorCache
+from hotswap.core.execution.static import GraphKey
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.kvcache import CachePlan
@@ -36,7 +38,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WorkerSettings:
     """``dtype`` and ``device`` are torch's names. ``num_threads``: None leaves torch's choice. ``memory_fraction``: how
-    much of the memory that is free once weights are loaded may go to cache and activations."""
+    much of the memory that is free once weights are loaded may go to cache and activations. ``graphs``: the steps to
+    capture. ``progress``: show bars where stderr is a terminal."""
 
     dtype: str
     device: str
@@ -45,6 +48,11 @@ class WorkerSettings:
     max_running: int
     num_threads: int | None = None
     memory_fraction: float = 0.85
+    graphs: tuple[GraphKey, ...] = ()
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "graphs", tuple(GraphKey(*key) for key in self.graphs))  # from JSON they come as lists
 
     @classmethod
     def choose(
@@ -54,7 +62,9 @@ class WorkerSettings:
         device = choose_device(config.device, notes)
         dtype = choose_dtype(config.dtype, checkpoint.config, device, notes)
         scheduler, threads = config.scheduler, config.execution.num_threads
-        return cls(dtype, device, max_model_len, scheduler.max_batch_tokens, scheduler.max_running, threads)
+        return cls(
+            dtype, device, max_model_len, scheduler.max_batch_tokens, scheduler.max_running, threads,
+            progress=checkpoint.progress)
 
 
 class LoadOnce:
@@ -156,13 +166,15 @@ class ModelWorker:
         self._model, self._facts, self._attention = model, facts, attention
         self._settings, self._clock = settings, clock
         self._mesh, self._rank, self._weight_bytes, self._kv_bytes = mesh, rank, 0, 0
+        self._graph_device = capturing_device(settings.device) if settings.graphs else None
         self._chooser = TokenChooser(
             processors if mesh.is_last and mesh.leads else (), facts.vocab_size, settings.device)
         self._speculator, self._own_cache = speculator, SpeculatorCache(settings.device)
         if mesh.is_first:
             speculator.bind(SpeculatorServices(
                 facts.vocab_size, settings.device, settings.dtype, settings.max_model_len, model, facts, checkpoint,
-                model_for, self._own_cache, self._draw, first_layer=facts.num_layers))
+                model_for, self._own_cache, self._draw, first_layer=facts.num_layers,
+                capture=self._graph_device.capture if self._graph_device else None))
         self._needs = speculator.needs()
         check_needs(speculator, self._needs, model, mesh)
         check_support(attention, dict(self._needs.shapes), settings)
@@ -202,6 +214,19 @@ class ModelWorker:
         self._runner = ModelRunner(
             self._model, cache, table, speculation, self._chooser, settings.device, self._clock, self._mesh,
             (self._facts.hidden_size, getattr(torch, settings.dtype)))
+        if self._graph_device is not None:
+            self._capture(self._runner, self._graph_device, table, cache, shapes)
+
+    def _capture(
+        self, runner: ModelRunner, device: GraphDevice, table: RequestTable, cache: PagedCache,
+        shapes: dict[str, GroupShape],
+    ) -> None:
+        windows = {spec.group: shapes[spec.group].window for spec in self._model.cache_specs()}
+        graphs = StepGraphs(
+            self._settings.graphs, device, table, cache, windows, runner.forward, self._settings.device)
+        with torch.inference_mode():
+            graphs.capture(self._settings.progress, self._graph_bytes())
+        runner.graphs = graphs
 
     def execute(self, message: StepMessage) -> Verdict:
         assert self._runner is not None, "execute before allocate"
@@ -219,7 +244,8 @@ class ModelWorker:
     def report(self) -> RankReport:
         return RankReport(
             self._rank, self._settings.device, self._weight_bytes, self._kv_bytes, self._mesh.counts(),
-            {name: values.flatten().tolist() for name, values in self._model.statistics().items()})
+            {name: values.flatten().tolist() for name, values in self._model.statistics().items()},
+            dict(self._runner.graphs.totals) if self._runner and self._runner.graphs else {})
 
     def close(self) -> None:
         self._runner = None
@@ -227,11 +253,18 @@ class ModelWorker:
     def _free_bytes(self) -> int:
         """What is left for pages: a share of the free memory, less what a step's activations and logits take."""
         settings, facts = self._settings, self._facts
-        itemsize: int = getattr(torch, settings.dtype).itemsize
-        width = 8 * facts.hidden_size + 3 * facts.axes.get("mlp", 4 * facts.hidden_size)
         logits = 3 * settings.max_running * (self._needs.lookahead + 1) * facts.vocab_size * 4
-        reserve = settings.max_batch_tokens * width * itemsize + logits
+        reserve = settings.max_batch_tokens * self._bytes_per_token() + logits + self._graph_bytes()
         return max(0, int(free_bytes(settings.device) * settings.memory_fraction) - reserve)
+
+    def _bytes_per_token(self) -> int:
+        """Of a step's activations, about."""
+        facts = self._facts
+        itemsize: int = getattr(torch, self._settings.dtype).itemsize
+        return (8 * facts.hidden_size + 3 * facts.axes.get("mlp", 4 * facts.hidden_size)) * itemsize
+
+    def _graph_bytes(self) -> int:
+        return reserve_bytes(self._settings.graphs, self._facts.num_layers, self._bytes_per_token())
 
 
 def check_needs(speculator: Speculator, needs: SpeculatorNeeds, model: Model, mesh: Mesh) -> None:

@@ -104,7 +104,7 @@ class CollectiveCount(NamedTuple):
 @dataclass(frozen=True)
 class RankReport:
     """What one rank holds and has done. ``collectives``: by operation and strategy ("reduce tensor"), since the start.
-    ``statistics``: the model's own counters."""
+    ``statistics``: the model's own counters. ``counts``: what happened in its steps ("graph_replays" …), since then."""
 
     rank: int
     device: str
@@ -112,6 +112,7 @@ class RankReport:
     kv_bytes: int
     collectives: dict[str, CollectiveCount] = field(default_factory=dict)
     statistics: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class Worker(Protocol):

@@ -7,12 +7,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from hotswap.core.execution.layout import IntArray, batch_layout
 from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GroupShape
+from hotswap.core.interfaces.layout import BatchLayout
 
 RAGGED = ((3, 5), (1, 0), (1, 70), (17, 0), (40, 33), (5, 4), (2, 62), (1, 15), (1, 16))
 """(queries, past) of each row: prefills, chunks behind a past, drafts, decodes, and lengths around a page's end."""
@@ -97,6 +99,60 @@ def check_attention(backend: AttentionBackend, case: AttentionCase, device: str 
             f"the backend declares a rounding of {rounding}")
 
 
+def check_static_attention(
+    backend: AttentionBackend, case: AttentionCase, queries: int = 1, device: str = "cpu",
+) -> None:
+    """Steps of four rows of ``queries`` tokens through one static layout, as graphs need it, agree with dense attention
+    whatever the step before them was: for texts of lengths around a page's end and up to the bound."""
+    count, pages, size = 4, 6, case.page_size
+    longest, random = pages * size, np.random.default_rng(0)
+    limits = BatchLimits(count * queries, count, pages, device, case.dtype)
+    cache, state = backend.allocate(case.shape, 1 + count * pages, limits), backend.bind("group", case.shape, limits)
+    static: BatchLayout | None = None
+    for step in range(6):
+        for tensor in cache:
+            tensor.fill_(float("nan"))
+        lengths = np.maximum(random.choice([1, size, size + 1, longest - 1, longest], count), queries)
+        rows = [_random_row(case, seed, queries, int(length) - queries) for seed, length in enumerate(lengths)]
+        tables = 1 + random.permutation(count * pages).astype(np.int32).reshape(count, pages)
+        _write_past(backend, case, rows, tables, state, cache, device)
+        visible = _visible(case, lengths, queries, pages)
+        fresh = batch_layout(
+            np.full(count, queries), lengths - queries, {"group": (np.where(visible, tables, 0), size)}, device)
+        static = _refilled(static, fresh, np.where(visible, tables, 0), longest)
+        backend.plan(state, static)
+        out = _out(case, count * queries, device)
+        q, k, v = _batch([(row, row.past, row.past + queries) for row in rows], device, 0)
+        backend.run(state, q, k, v, cache, out)
+        for row, got in zip(rows, torch.split(out, queries), strict=True):
+            error = (got.double().cpu() - _dense(case, row)).abs().max().item()
+            assert error <= TOLERANCE[case.dtype], (
+                f"{case.name}: in step {step} of a static layout, {queries} queries behind {row.past} differ from "
+                f"dense attention by {error:.3g}, allowed {TOLERANCE[case.dtype]}")
+
+
+def _visible(case: AttentionCase, lengths: IntArray, queries: int, pages: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which pages of each row, [rows, pages], hold keys that a query may see."""
+    first = np.zeros_like(lengths) if case.window is None else np.maximum(lengths - queries - case.window + 1, 0)
+    at = np.arange(pages)
+    return (at >= first[:, None] // case.page_size) & (at * case.page_size < lengths[:, None])
+
+
+def _refilled(static: BatchLayout | None, fresh: BatchLayout, tables: IntArray, longest: int) -> BatchLayout:
+    """The values of ``fresh``, with tables of full width, in the tensors of ``static`` where there are some."""
+    group = fresh.groups["group"]
+    wide = replace(group, page_table=torch.from_numpy(tables.copy()).to(group.slots.device))
+    if static is None:
+        return replace(fresh, groups={"group": wide}, kv_lens_max=[longest] * len(tables), static=True)
+    kept = static.groups["group"]
+    for old, new in (
+        (static.positions, fresh.positions), (static.kv_lens, fresh.kv_lens),
+        (kept.page_table, wide.page_table), (kept.slots, wide.slots),
+    ):
+        old.copy_(new)
+    return static
+
+
 @dataclass
 class _Row:
     """q [queries + past, H, D]; k, v [queries + past, K, D]: the whole sequence, of which the last part is asked."""
@@ -145,13 +201,7 @@ def _attend(backend: AttentionBackend, case: AttentionCase, rows: Sequence[_Row]
     for tensor in cache:
         tensor.fill_(float("nan"))
     state = backend.bind("group", case.shape, limits)
-    older = [(i, row.past) for i, row in enumerate(rows) if row.past]
-    if older:
-        index, pasts = (np.array(column) for column in zip(*older, strict=True))
-        layout = batch_layout(pasts, np.zeros_like(pasts), {"group": (tables[index], case.page_size)}, device)
-        backend.plan(state, layout)
-        q, k, v = _batch([(rows[i], 0, past) for i, past in older], device, 0)
-        backend.run(state, q, k, v, cache, _out(case, int(pasts.sum()), device))
+    _write_past(backend, case, rows, tables, state, cache, device)
     queries = np.array([row.queries for row in rows] + [1] * case.padding)
     past = np.array([row.past for row in rows] + [0] * case.padding)
     if case.window is not None:  # pages that no query sees any more have gone to others
@@ -163,6 +213,20 @@ def _attend(backend: AttentionBackend, case: AttentionCase, rows: Sequence[_Row]
     backend.plan(state, layout)
     backend.run(state, q, k, v, cache, out)
     return list(torch.split(out, queries.tolist()))[: len(rows)]
+
+
+def _write_past(
+    backend: AttentionBackend, case: AttentionCase, rows: Sequence[_Row], tables: IntArray, state: Any,
+    cache: tuple[torch.Tensor, torch.Tensor], device: str,
+) -> None:
+    """Compute what comes before the rows' queries."""
+    older = [(i, row.past) for i, row in enumerate(rows) if row.past]
+    if older:
+        index, pasts = (np.array(column) for column in zip(*older, strict=True))
+        layout = batch_layout(pasts, np.zeros_like(pasts), {"group": (tables[index], case.page_size)}, device)
+        backend.plan(state, layout)
+        q, k, v = _batch([(rows[i], 0, past) for i, past in older], device, 0)
+        backend.run(state, q, k, v, cache, _out(case, int(pasts.sum()), device))
 
 
 def _batch(parts: Sequence[tuple[_Row, int, int]], device: str, padding: int) -> list[torch.Tensor]:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from hotswap.core.execution.layout import IntArray
-from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GroupShape
+from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GraphLevel, GroupShape
+from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.layout import BatchLayout, GroupLayout
 
 SHORT = 16
@@ -55,9 +56,19 @@ class _LongRow:
 
 
 @dataclass
+class _StaticRows:
+    """What a captured step reads, at addresses that stay: R rows of m queries in parts that fit the workspace.
+    ``cleared`` [R S K]: the vectors behind each row's last token, as far as its page goes."""
+
+    slots: torch.Tensor
+    cleared: torch.Tensor
+    parts: list[_ShortRows]
+
+
+@dataclass
 class _State:
     """``slots`` [T K]: where each new token's vectors go, counted in vectors. ``opened``: pages that this step begins
-    and does not fill."""
+    and does not fill; ``cleared``: vectors that captured steps set to zero instead."""
 
     group: str
     shape: GroupShape
@@ -65,11 +76,14 @@ class _State:
     dtype: torch.dtype
     slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     opened: torch.Tensor | None = None
+    cleared: torch.Tensor | None = None
     short: list[_ShortRows] = field(default_factory=list)
     long: list[_LongRow] = field(default_factory=list)
     staircase: torch.Tensor = field(default_factory=lambda: torch.empty(BLOCK, 0))
     keys: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    static: dict[tuple[int, int], _StaticRows] = field(default_factory=dict)
+    workspace: Cache | None = None
 
     @property
     def block_size(self) -> int:
@@ -79,9 +93,12 @@ class _State:
         """The rest of a page that is begun is set to zero: what another request left there, perhaps NaN, is masked
         when it is read, but NaN outlives any mask."""
         for tensor, new in zip(cache, (k, v), strict=True):
+            vectors = tensor.view(-1, self.shape.head_dim)
             if self.opened is not None:
                 tensor.index_fill_(0, self.opened, 0.0)
-            tensor.view(-1, self.shape.head_dim).index_copy_(0, self.slots, new.reshape(-1, self.shape.head_dim))
+            if self.cleared is not None:
+                vectors.index_fill_(0, self.cleared, 0.0)
+            vectors.index_copy_(0, self.slots, new.reshape(-1, self.shape.head_dim))
 
     def gather(self, cache: Cache, blocks: torch.Tensor) -> Cache:
         """Keys and values of ``blocks`` [N], flat, in workspaces that the next call reuses."""
@@ -101,8 +118,16 @@ class TorchAttention(AttentionBackend):
     The query heads that share a key head are folded into the queries: nothing is repeated. Scores and sums are float32.
     """
 
+    class Options(ComponentOptions):
+        graphs: bool = False
+        """Let decoding be captured in CUDA graphs. A row of a captured step costs as much as one of max_model_len
+        tokens, since its shapes cannot follow its length: worth it for short contexts."""
+
+    options: Options
+
     def support(self) -> AttentionSupport:
-        return AttentionSupport(dtypes=("float32", "bfloat16", "float16"), rounding=1e-5)
+        level = GraphLevel.UNIFORM if self.options.graphs else GraphLevel.NEVER
+        return AttentionSupport(dtypes=("float32", "bfloat16", "float16"), graph_level=level, rounding=1e-5)
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
         """Two tensors [pages, K, S, D], zeroed: uninitialised memory may hold NaN. A head's keys in a page are one
@@ -118,15 +143,20 @@ class TorchAttention(AttentionBackend):
         return _State(group, shape, limits.device, getattr(torch, limits.dtype))
 
     def plan(self, state: _State, layout: BatchLayout) -> None:
+        if layout.static:
+            _plan_static(state, layout)
+            return
+        state.cleared = None
         pages = layout.groups[state.group]
         queries, lengths = np.asarray(layout.query_lens), np.asarray(layout.kv_lens_max)
         starts = np.concatenate(([0], np.cumsum(queries)[:-1]))
-        state.slots = _by_head(pages.slots // pages.page_size, state).mul_(pages.page_size).add_(
-            (pages.slots % pages.page_size)[:, None]).flatten()
+        state.slots = _vectors(pages.slots, state)
         state.opened = _opened_pages(pages, queries, lengths)
         short = queries <= SHORT
         state.short = [
-            _plan_short(state, layout, pages, rows, int(queries[rows[0]]), starts[rows], lengths[rows])
+            _plan_short(
+                state, layout, pages, rows, int(queries[rows[0]]), starts[rows],
+                _most_pages(state, int(queries[rows[0]]), lengths[rows]))
             for rows in _alike(np.flatnonzero(short), queries, lengths, state.shape.window)
         ]
         state.long = [
@@ -145,6 +175,38 @@ class TorchAttention(AttentionBackend):
             _attend_long(state, row, q, _keys_of(state, row, k, v, cache), out)
 
 
+def _plan_static(state: _State, layout: BatchLayout) -> None:
+    """The plan of rows that may have any length: all of them in short calls over as many pages as a row can see. Its
+    tensors are copied to where the captured step looks for them."""
+    queries, rows = layout.query_lens[0], len(layout.query_lens)
+    pages, longest = layout.groups[state.group], layout.kv_lens_max[0]
+    size, window = pages.page_size, state.shape.window
+    most = whole = -(-longest // size)
+    if window is not None:
+        most = min(whole, (queries + window - 2) // size + 2)
+    if state.workspace is None:
+        space = torch.empty(
+            max(MAX_GATHER, whole * size) * state.shape.kv_heads * state.shape.head_dim,
+            dtype=state.dtype, device=state.device)
+        state.workspace = space, torch.empty_like(space)
+    ends = layout.kv_lens.long()[:, None] - 1
+    behind = (ends + 1 + torch.arange(size, device=state.device)).minimum(ends // size * size + size - 1)
+    last = pages.slots.view(rows, queries)[:, -1:]
+    fresh = _StaticRows(
+        _vectors(pages.slots, state), _vectors((last + (behind - ends)).flatten(), state),
+        [_plan_short(state, layout, pages, part, queries, part * queries, most)
+         for part in np.array_split(np.arange(rows), min(rows, -(-rows * most * size // MAX_GATHER)))])
+    kept = state.static.setdefault((rows, queries), fresh)
+    if kept is not fresh:
+        kept.slots.copy_(fresh.slots)
+        kept.cleared.copy_(fresh.cleared)
+        for old, new in zip(kept.parts, fresh.parts, strict=True):
+            old.blocks.copy_(new.blocks)
+            old.mask.copy_(new.mask)
+    state.slots, state.opened, state.cleared, state.short, state.long = kept.slots, None, kept.cleared, kept.parts, []
+    state.keys, state.values = state.workspace
+
+
 def _make_room(state: _State, longest: int) -> None:
     """Workspaces and the mask of long rows grow to what this step needs, and stay."""
     if longest > state.staircase.shape[1]:
@@ -154,6 +216,12 @@ def _make_room(state: _State, longest: int) -> None:
     if most > len(state.keys):
         state.keys = torch.empty(_round_up(most), dtype=state.dtype, device=state.device)
         state.values = torch.empty_like(state.keys)
+
+
+def _vectors(slots: torch.Tensor, state: _State) -> torch.Tensor:
+    """Slots [N] -> the vectors [N K] of their heads in the cache."""
+    size = state.shape.page_size
+    return _by_head(slots // size, state).mul_(size).add_((slots % size)[:, None]).flatten()
 
 
 def _by_head(pages: torch.Tensor, state: _State) -> torch.Tensor:
@@ -185,14 +253,18 @@ def _alike(rows: IntArray, queries: IntArray, lengths: IntArray, window: int | N
     return classes
 
 
+def _most_pages(state: _State, queries: int, lengths: IntArray) -> int:
+    """Pages that rows of these ``lengths`` can see, the most of any."""
+    window, size = state.shape.window, state.shape.page_size
+    oldest = np.zeros_like(lengths) if window is None else np.maximum(lengths - queries - window + 1, 0)
+    return int((-(-lengths // size) - oldest // size).max())
+
+
 def _plan_short(
-    state: _State, layout: BatchLayout, pages: GroupLayout, rows: IntArray, queries: int, starts: IntArray,
-    lengths: IntArray,
+    state: _State, layout: BatchLayout, pages: GroupLayout, rows: IntArray, queries: int, starts: IntArray, most: int,
 ) -> _ShortRows:
-    """Where a row has fewer pages than the longest of its class, its last one is read again, and masked."""
+    """Of each row ``most`` pages are read. Where it has fewer, its last one is read again, and masked."""
     m, window, size = queries, state.shape.window, pages.page_size
-    oldest = np.zeros_like(lengths) if window is None else np.maximum(lengths - m - window + 1, 0)
-    most = int((-(-lengths // size) - oldest // size).max())
     index = torch.from_numpy(rows).to(state.device)
     ends = layout.kv_lens[index].long()[:, None]
     first = torch.zeros_like(ends) if window is None else (ends - m - window + 1).clamp_(min=0) // size

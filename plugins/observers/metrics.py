@@ -117,6 +117,7 @@ class Metrics(Observer):
         self._ended = _Totals()
         self._reasons = {reason.value: 0 for reason in FinishReason}
         self._counts: Counter[str] = Counter()
+        self._events: Counter[str] = Counter()
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._first: dict[str, RequestState] = {}  # have begun, and have no token yet
         self._last_tokens = LastTokens()
@@ -178,6 +179,8 @@ class Metrics(Observer):
         time: float, duration: float,
     ) -> None:
         self._counts["steps"] += 1
+        if verdict.counts:
+            self._events.update(verdict.counts)
         self._histograms["step_duration_seconds"].observe(duration)
         self._kv_usage = (usage.held + usage.fenced) / max(1, usage.total)
         self._observe_gaps(verdict, time)
@@ -284,6 +287,11 @@ class Metrics(Observer):
             counter = CounterMetricFamily(prefix + name, text, labels=labels)
             counter.add_metric(values, counts.get(name, 0))
             yield counter
+        events = CounterMetricFamily(
+            prefix + "worker_events", "What happened in the workers' steps, by event.", labels=[*labels, "event"])
+        for event, count in dict(self._events).items():
+            events.add_metric([*values, event], count)
+        yield events
         ended = CounterMetricFamily(
             prefix + "request_success", "Requests that have ended, by reason.", labels=[*labels, "finished_reason"])
         for reason, count in reasons.items():

@@ -8,13 +8,38 @@ import pytest
 import torch
 
 from hotswap.core.interfaces.attention import BatchLimits, GroupShape
-from hotswap.core.testing.attention import AttentionCase, attention_cases, check_attention
+from hotswap.core.testing.attention import AttentionCase, attention_cases, check_attention, check_static_attention
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 
 
 @pytest.mark.parametrize("case", attention_cases(TorchAttention().support()), ids=str)
 def test_agrees_with_dense_attention(case):
     check_attention(TorchAttention(), case)
+
+
+STATIC = [
+    AttentionCase("plain"), AttentionCase("window", window=21, page_size=4), AttentionCase("softcap", softcap=5.0)]
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("case", STATIC, ids=str)
+def test_steps_of_a_static_layout_agree_with_dense_attention(case, queries):
+    check_static_attention(TorchAttention(TorchAttention.Options(graphs=True)), case, queries)
+
+
+class RowForgetter(TorchAttention):
+    """Keeps the pages of the step before."""
+
+    def plan(self, state, layout):
+        super().plan(state, layout)
+        if layout.static:
+            state.first = getattr(state, "first", state.short[0].blocks.clone())
+            state.short[0].blocks.copy_(state.first)
+
+
+def test_the_kit_finds_a_static_step_that_sees_an_earlier_one():
+    with pytest.raises(AssertionError, match="static layout"):
+        check_static_attention(RowForgetter(), AttentionCase("plain"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")

@@ -77,7 +77,7 @@ def test_a_wrong_value_hides_no_wrong_component():
 
 
 def test_a_key_beside_a_component_without_options_is_told_which_keys_are_valid():
-    config = load_config({"model": "m", "attention": {"use": "torch", "xyz": 1}}, environ={}).config
+    config = load_config({"model": "m", "speculator": {"use": "none", "xyz": 1}}, environ={}).config
     with pytest.raises(ConfigError, match=r"unknown key. Valid here: use\."):
         check_config(config, Registry())
 

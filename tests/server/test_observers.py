@@ -28,14 +28,15 @@ def watched(
 
 
 def scrape(metrics: Any) -> dict[str, float]:
-    """Sample name, with its reason or bucket if it has one -> value."""
+    """Sample name, with its reason, event or bucket if it has one -> value."""
     from prometheus_client import generate_latest
 
     found = {}
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         for sample in family.samples:
             assert sample.labels["model_name"] == "toy"
-            key = sample.labels.get("finished_reason") or sample.labels.get("le")
+            labels = [sample.labels[name] for name in ("finished_reason", "event", "le") if name in sample.labels]
+            key = labels[0] if labels else None
             found[f"{sample.name}[{key}]" if key else sample.name] = sample.value
     return found
 
@@ -50,6 +51,25 @@ def traffic(rig: Rig, count: int = 30, abort_every: int = 5, seed: int = 1) -> l
             rig.loop.abort(f"r{turn - rng.randrange(4)}")
     rig.run()
     return requests
+
+
+def test_what_workers_count_is_added_up_by_event():
+    metrics, rig, live = watched("metrics")
+    execute = rig.worker.execute
+
+    def counting(message: Any) -> Any:
+        verdict = execute(message)
+        verdict.counts = {"graph_replays": 1, "eager_long_rows": 2}
+        return verdict
+
+    rig.worker.execute = counting
+    rig.add("r", [1, 2, 3], 4)
+    rig.run()
+    found = scrape(metrics)
+    steps = found["hotswap:steps_total"]
+    assert steps >= 4
+    assert found["hotswap:worker_events_total[graph_replays]"] == steps
+    assert found["hotswap:worker_events_total[eager_long_rows]"] == 2 * steps
 
 
 @pytest.mark.parametrize("depth", [1, 2])

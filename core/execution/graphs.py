@@ -1,0 +1,255 @@
+"""CUDA graphs: a step of the model recorded once per batch size and replayed with one call.
+
+On a GPU a small decoding step is bound by the launches of its kernels, some ten a layer; a replay launches them all.
+What is captured is the model's forward with attention, for R rows of m queries each: m is 1 for decoding, and 1 + the
+speculator's lookahead for verification. Planning, the head, sampling and whatever differs between steps stay outside.
+A step that no graph fits runs eagerly, and is counted with the reason.
+
+A graph remembers addresses. Its inputs are those of :class:`StaticBatch`, its outputs are copied to tensors of ours
+within the graph and from there before the step goes on, so that nothing outside points into memory that the next
+replay writes.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.execution.buffers import RequestTable
+from hotswap.core.execution.cache import PagedCache
+from hotswap.core.execution.device import free_bytes
+from hotswap.core.execution.layout import IntArray
+from hotswap.core.execution.static import GraphKey, StaticBatch
+from hotswap.core.interfaces.attention import AttentionBackend, GraphLevel
+from hotswap.core.interfaces.model import Model
+
+if TYPE_CHECKING:
+    from hotswap.core.config import Config
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
+"""(token ids [T], positions [T]) -> tensors [T, ...], the hidden states first."""
+
+Replay = Callable[[], None]
+
+_NOBODY = (np.zeros(0, np.int64),) * 3
+"""Slots, lengths and past of a step of padding alone."""
+
+_MIB = 1 << 20
+_BYTES_PER_LAYER = 320 << 10
+"""What the driver keeps for a layer's kernels of one graph; an estimate on the high side, checked after the capture."""
+
+
+class GraphDevice(Protocol):
+    """A device that records what it is given to do."""
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """Call ``run`` to warm up, record it, and return what replays the record. All captures share memory for what
+        is only alive within them, so that replays must not overlap."""
+
+
+class CudaGraphs:
+    """torch's CUDA graphs on a stream of their own, with one private pool for all."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                run()  # kernels are compiled and tuned, libraries make their workspaces: none of it can be captured
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile, for what has nothing to do with the capture.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                run()
+        return graph.replay
+
+
+DEVICES: dict[str, Callable[[str], GraphDevice]] = {"cuda": CudaGraphs}
+"""By torch's name of the kind of device."""
+
+
+def capturing_device(device: str) -> GraphDevice:
+    """For a device of one of these kinds."""
+    return DEVICES[device.partition(":")[0]](device)
+
+
+def choose_keys(
+    config: "Config", device: str, attention: AttentionBackend, model: Model, lookahead: int, ranks: int,
+    notes: list[str],
+) -> tuple[GraphKey, ...]:
+    """Which steps will be captured; empty where graphs are off. ``notes`` gets what "auto" chose and why. ConfigError
+    where the config asks for what cannot be."""
+    mode, sizes = config.execution.graphs, config.execution.batch_sizes
+    running, tokens = config.scheduler.max_running, config.scheduler.max_batch_tokens
+    if sizes is not None and max(sizes) > min(running, tokens):
+        raise ConfigError(
+            f"no step has {max(sizes)} rows, with scheduler.max_running {running} and scheduler.max_batch_tokens "
+            f"{tokens}; leave the size out", "execution.batch_sizes")
+    if mode == "off":
+        return ()
+    level = attention.support().graph_level
+    obstacle = _obstacle(device, attention, level, model, ranks)
+    if obstacle is not None:
+        if mode == "full":
+            raise ConfigError(f"'full' was asked for, but {obstacle}; choose 'auto' or 'off'", "execution.graphs")
+        notes.append(f"graphs: off (auto: {obstacle})")
+        return ()
+    wanted = [1, 1 + lookahead] if lookahead and level >= GraphLevel.UNIFORM else [1]
+    keys = tuple(
+        GraphKey(rows, m) for m in wanted for rows in sizes or default_sizes(min(running, tokens // m))
+        if rows * m <= tokens)
+    widths = " or ".join(map(str, wanted))
+    notes.append(
+        f"graphs: {len(keys)} steps of up to {max(key.rows for key in keys)} rows of {widths} "
+        f"token{'s' * (wanted != [1])} are captured ({mode}: {attention.label} and {model.label} allow it)")
+    return keys
+
+
+def _obstacle(
+    device: str, attention: AttentionBackend, level: GraphLevel, model: Model, ranks: int,
+) -> str | None:
+    """Why no step can be captured, None where some can."""
+    kind = device.partition(":")[0]
+    if kind not in DEVICES:
+        return f"the device is {kind}, and graphs need {' or '.join(DEVICES)}"
+    if level == GraphLevel.NEVER:
+        return f"{attention.label} does not say that its steps may be captured"
+    if not model.capturable:
+        return f"{model.label} does not say that its steps may be captured"
+    if ranks > 1:
+        return f"the strategies ask for {ranks} ranks, whose collectives are not captured"
+    return None
+
+
+def default_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, 16 and then in steps of a half and a third (24, 32, 48, 64, 96 …), up to ``most``: from 16 on a third
+    of the rows at most is padding."""
+    sizes, size = [], 1
+    while size < most:
+        sizes += [size] if size < 16 or size * 3 // 2 >= most else [size, size * 3 // 2]
+        size *= 2
+    return [*sizes, *([most] if most else [])]
+
+
+def reserve_bytes(keys: Sequence[GraphKey], num_layers: int, bytes_per_token: int) -> int:
+    """What the graphs will take beside the cache, estimated before pages are divided: the activations of the largest
+    one, in memory that eager steps do not share, and what the driver keeps."""
+    largest = max((key.rows * key.queries for key in keys), default=0)
+    return largest * bytes_per_token + len(keys) * num_layers * _BYTES_PER_LAYER
+
+
+class StepGraphs:
+    """The captured steps of one rank. ``windows``: the sliding windows of the cache groups that have one.
+
+    ``totals`` counts what happened since the start: ``graph_captures``, ``graph_replays``, and eager steps by
+    reason: ``eager_long_rows`` (more tokens in a row than any graph has), ``eager_many_rows`` (more rows),
+    ``eager_short_texts`` (a text of fewer tokens than the graph's rows), ``eager_lost_pages`` (a row would be filled up
+    with tokens whose window has left the cache).
+    """
+
+    def __init__(
+        self, keys: Sequence[GraphKey], device: GraphDevice, table: RequestTable, cache: PagedCache,
+        windows: Mapping[str, int | None], forward: Forward, torch_device: str,
+    ) -> None:
+        self._keys = sorted(keys, key=lambda key: (key.queries, key.rows))
+        self._device, self._torch_device = device, torch_device
+        self._table, self._cache, self._forward = table, cache, forward
+        self._windows = {group: window for group, window in windows.items() if window is not None}
+        self._batch = StaticBatch(table, tuple(windows), keys, torch_device)
+        self._outputs: list[torch.Tensor] = []
+        self._replays: dict[GraphKey, Replay] = {}
+        self.totals: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()
+
+    def capture(self, progress: bool, reserved: int) -> None:
+        """Record every step, the largest first, so that the others fit into its memory. ConfigError where memory ends.
+        """
+        from tqdm import tqdm
+
+        before = free_bytes(self._torch_device)
+        keys = sorted(self._keys, key=lambda key: key.rows * key.queries, reverse=True)
+        try:
+            self._make_outputs(keys[0])
+            for key in tqdm(keys, "graphs", unit="graph", disable=None if progress and len(keys) > 4 else True):
+                self.prepare(key, *_NOBODY)
+                self._replays[key] = self._device.capture(lambda key=key: self._run(key))  # type: ignore[misc]
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"memory ended after {len(self._replays)} of {len(keys)} graphs: {before // _MIB} MiB were free, "
+                f"{reserved // _MIB} MiB of them set aside for graphs; lower kvcache.memory or kvcache.num_blocks, "
+                "give fewer sizes, or set execution.graphs to off", "execution.batch_sizes") from error
+        self.totals["graph_captures"] += len(keys)
+        used = before - free_bytes(self._torch_device)
+        logger.log(
+            logging.WARNING if used > reserved else logging.INFO,
+            "captured %d graphs in %d MiB; %d MiB were set aside for them", len(keys), used // _MIB, reserved // _MIB)
+
+    def news(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        news = dict(self.totals - self._told)
+        self._told.update(news)
+        return news
+
+    def find(self, slots: IntArray, lengths: IntArray, past: IntArray) -> GraphKey | None:
+        """The smallest captured step that holds these rows [n]; None, and counted, where there is none."""
+        n, longest = len(slots), int(lengths.max())
+        fitting = [key for key in self._keys if key.queries >= longest]
+        key = next((key for key in fitting if key.rows >= n), None)
+        if key is None:
+            self.totals["eager_many_rows" if fitting else "eager_long_rows"] += 1
+        elif int((past + lengths).min()) < key.queries:
+            self.totals["eager_short_texts"] += 1
+        elif self._lost_pages(slots, past + lengths - key.queries):
+            self.totals["eager_lost_pages"] += 1
+        else:
+            return key
+        return None
+
+    def prepare(self, key: GraphKey, slots: IntArray, lengths: IntArray, past: IntArray) -> None:
+        """Fill the static tensors and let the attention backend plan, outside the graph."""
+        self._batch.fill(key, slots, lengths, past)
+        self._cache.plan(self._batch.layout(key))
+
+    def replay(self, key: GraphKey, lengths: IntArray) -> list[torch.Tensor]:
+        """Of the rows' new tokens, what the forward gives: copies [T, ...]."""
+        self._replays[key]()
+        self.totals["graph_replays"] += 1
+        rows = np.arange(len(lengths))
+        ends = np.repeat((rows + 1) * key.queries, lengths)
+        within = np.arange(len(ends)) - np.repeat(np.cumsum(lengths), lengths)
+        index = torch.from_numpy(ends + within).to(self._torch_device)
+        return [output.index_select(0, index) for output in self._outputs]
+
+    def _run(self, key: GraphKey) -> None:
+        """What is captured."""
+        tokens = key.rows * key.queries
+        results = self._forward(self._batch.inputs[:tokens], self._batch.positions[:tokens])
+        for output, result in zip(self._outputs, results, strict=True):
+            output[:tokens].copy_(result)
+
+    def _make_outputs(self, key: GraphKey) -> None:
+        """Run the largest step once, to see what comes out."""
+        self.prepare(key, *_NOBODY)
+        tokens = key.rows * key.queries
+        results = self._forward(self._batch.inputs[:tokens], self._batch.positions[:tokens])
+        self._outputs = [torch.empty_like(result, memory_format=torch.contiguous_format) for result in results]
+
+    def _lost_pages(self, slots: IntArray, firsts: IntArray) -> bool:
+        """Whether a row's first query, at ``firsts`` [n], would see pages that its window has given back."""
+        for group, window in self._windows.items():
+            table = self._table.tables[group]
+            oldest = np.maximum(firsts - window + 1, 0) // table.page_size
+            if (table.pages[slots, oldest] == table.dummy_page).any():
+                return True
+        return False

@@ -1,0 +1,66 @@
+"""Whole engines with graphs, replayed by the stand-in for a device: the tokens are those without."""
+
+from typing import Any
+
+import pytest
+
+from hotswap.core.execution import graphs
+from hotswap.core.hooks import Observer, hookimpl
+from hotswap.core.testing.graphs import RecordingGraphs
+
+MAX_TOKENS = 24
+NGRAM = {"use": "ngram", "min_n": 1, "max_n": 3, "max_draft": 3}
+
+
+class Tally(Observer):
+    """Adds up what workers count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    @hookimpl
+    def hotswap_step_finished(self, verdict: Any) -> None:
+        for name, count in verdict.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[RecordingGraphs]:
+    """The CPU records; the list gets each device that an engine makes."""
+    made: list[RecordingGraphs] = []
+
+    def make(device: str) -> RecordingGraphs:
+        made.append(RecordingGraphs(device))
+        return made[-1]
+
+    monkeypatch.setitem(graphs.DEVICES, "cpu", make)
+    return made
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("speculator", ["none", NGRAM], ids=["none", "ngram"])
+def test_replayed_steps_give_the_tokens_of_transformers(
+    run: Any, book: Any, tiny: Any, speculator: Any, depth: int, devices: list[RecordingGraphs],
+) -> None:
+    settings = tiny.config({"use": "chunked", "max_chunk": 16}, "prefix", speculator, depth)
+    settings["attention"] = {"use": "torch", "graphs": True}
+    settings["execution"] |= {"graphs": "full"}
+    engine = run(settings)
+    tally = Tally()
+    engine.built.components.add(tally)
+    prompts = tiny.prompts()
+    for abort in ({}, {}, {1: 3, 4: 3}):  # cold, warm, with requests that are given up
+        for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS, abort), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    engine.assert_clean()
+    [device] = devices
+    seen, drafts = engine.seen, speculator != "none"
+    assert engine.built.engine.loop.max_depth_seen == depth
+    assert tally.counts["graph_replays"] == device.replays > 40
+    assert tally.counts["graph_captures"] == len(device.graphs) == (8 if drafts else 4)  # 1, 2, 4, 6 rows
+    assert tally.counts["eager_long_rows"], "prompts are computed eagerly"
+    assert seen["preempted"]
+    assert seen["cached tokens"]
+    assert seen["cut prompts"]
+    assert bool(seen["accepted"] and seen["rejected"]) is drafts
