@@ -104,24 +104,24 @@ class WorkerBuilder:
     loading: LoadOnce = field(default_factory=LoadOnce)
 
     def __call__(self, plan: RankPlan, rank: int, mesh: Mesh | None = None) -> "ModelWorker":
-        mesh, settings, model = mesh or LOCAL_MESH, self.settings, self.model
+        mesh, model = mesh or LOCAL_MESH, self.model
+        settings = replace(self.settings, device=mesh.place(self.settings.device))
         if plan.world_size != 1 and mesh.alone:
             raise ConfigError(
                 f"the strategies ask for {plan.world_size} ranks, but the executor gives one; choose an executor that "
                 "starts processes, or leave the list empty", "parallel")
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)  # a property of the calling thread
-        self.loading.build(lambda: self._build(mesh))
+        self.loading.build(lambda: self._build(mesh, settings))
         worker = ModelWorker(  # before the weights, since a speculator may refuse the target
             model, model.facts(self.checkpoint.config), self.attention, self.speculator, self.processors, settings,
             self.clock or SystemClock().now, mesh, rank, self.checkpoint)
         worker.loaded(self.loading.load(self._load))
         return worker
 
-    def _build(self, mesh: Mesh) -> None:
-        dtype = getattr(torch, self.settings.dtype)
-        self.model.build(self.checkpoint.config, mesh, dtype, self.settings.device)
-        check_support(self.attention, self.model.attention_shapes({}), self.settings)
+    def _build(self, mesh: Mesh, settings: WorkerSettings) -> None:
+        self.model.build(self.checkpoint.config, mesh, getattr(torch, settings.dtype), settings.device)
+        check_support(self.attention, self.model.attention_shapes({}), settings)
 
     def _load(self) -> int:
         with self.checkpoint.weights() as weights:
@@ -136,7 +136,8 @@ class WorkerBuilder:
             name: [item.ref.model_dump() for item in part] if isinstance(part, Sequence) else part.ref.model_dump()
             for name, part in parts.items()}
         return WorkerRecipe(f"{__name__}:builder_from", {
-            "checkpoint": str(self.checkpoint.path), "parts": refs, "settings": asdict(self.settings)})
+            "checkpoint": str(self.checkpoint.path), "parts": refs, "settings": asdict(self.settings)},
+            self.settings.device)
 
 
 def builder_from(arguments: Mapping[str, Any]) -> WorkerBuilder:

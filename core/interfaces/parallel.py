@@ -127,10 +127,12 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class WorkerRecipe:
-    """A worker factory for another process: ``entry`` ("module:function") makes it of ``arguments``, which are JSON."""
+    """A worker factory for another process: ``entry`` ("module:function") makes it of ``arguments``, which are JSON.
+    ``device``: what the config calls the device of every rank."""
 
     entry: str
     arguments: dict[str, Any]
+    device: str
 
 
 class WorkerFactory(Protocol):

@@ -51,6 +51,10 @@ class Mesh:
     leads: bool = True
     """This rank decides for its stage."""
 
+    def place(self, device: str) -> str:
+        """This rank's device, where the config says ``device``."""
+        return device
+
     def shard(self, axis: str, total: int) -> Shard:
         """This rank's part of an axis with ``total`` indices."""
         return Shard(0, total)
@@ -60,7 +64,8 @@ class Mesh:
         return x
 
     def gather(self, axis: str, x: "torch.Tensor", dim: int) -> "torch.Tensor":
-        """The shards of ``axis`` joined along ``dim`` of ``x``, in the axis's order."""
+        """The shards of ``axis`` joined along ``dim`` of ``x``, in the axis's order; ``x`` is as wide there as the part
+        that :meth:`shard` gave."""
         return x
 
     def dispatch(self, axis: str, routed: Routed) -> Routed:

@@ -1,0 +1,181 @@
+"""The processes of one executor's ranks, and the channels to them: started together, ended together."""
+
+import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+from hotswap.core.errors import ConfigError, EngineStoppedError
+from hotswap.core.execution.channel import Channel, ChannelClosedError, Frame, Kind, Listener, decode
+from hotswap.core.interfaces.parallel import Launcher
+from hotswap.plugins.parallel.rank import Refusal
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+"""How often somebody who waits for a rank looks whether all are alive."""
+
+_LAST_WORDS_S = 1.0
+"""When a rank has failed at the start, another may be about to say why; the others fail in turn."""
+
+
+class Crew:
+    """``size`` ranks. What a rank answers to :meth:`ask` is waited for; ``on_verdict`` gets the verdicts that come of
+    themselves, on a thread of the crew's; ``on_end`` is told once, and on any thread, that a rank is gone and why.
+
+    Whoever connects and does not know ``secret`` is hung up on; so is a second one that claims the same rank.
+    """
+
+    def __init__(
+        self, launcher: Launcher, size: int, secret: bytes, on_verdict: Callable[[bytes], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._launcher, self._size, self._secret = launcher, size, secret
+        self._on_verdict, self._on_end = on_verdict, on_end
+        self._channels: dict[int, Channel] = {}
+        self._answers: list[SimpleQueue[Frame]] = [SimpleQueue() for _ in range(size)]
+        self._refusals: SimpleQueue[Refusal] = SimpleQueue()
+        self._lock = Lock()
+        self._listener: Listener | None = None
+        self.scratch: Path | None = None
+        """A directory of mode 0700 for what the ranks of one machine share; None where they are on several."""
+        self.problem: str | None = None
+        """Why a rank is gone, or "stopped"."""
+
+    def listen(self) -> str:
+        """The address that ranks must report to."""
+        host = self._launcher.host()
+        if host is None:
+            self.scratch = Path(tempfile.mkdtemp(prefix="hotswap-"))
+            self._listener = Listener(self._secret, path=self.scratch / "ranks")
+        else:
+            self._listener = Listener(self._secret, host=host)
+        Thread(target=self._accept, args=(self._listener,), name="hotswap-accept", daemon=True).start()
+        return self._listener.address
+
+    def start(self, entry: str, arguments: Sequence[dict[str, Any]], timeout_s: float) -> list[Frame]:
+        """Start the ranks and wait until each is READY. ConfigError as a rank raised it; EngineStoppedError."""
+        self._launcher.start(entry, arguments)
+        try:
+            return self._await(Kind.READY, timeout_s, watch=True)
+        except EngineStoppedError:
+            with contextlib.suppress(Empty):
+                refusal = self._refusals.get(timeout=_LAST_WORDS_S)
+                raise ConfigError(refusal.message, refusal.path) from None
+            raise
+        finally:
+            self._hang_up_listener()
+
+    def send(self, kind: Kind, payload: bytes, rank: int) -> None:
+        """EngineStoppedError where a rank is gone."""
+        try:
+            if self.problem is None:
+                self._channels[rank].send(kind, payload)
+        except ChannelClosedError as error:
+            self._fail(f"rank {rank} is gone: {self._end_of(rank) or error}")
+        if self.problem is not None:
+            raise EngineStoppedError(self.problem)
+
+    def ask(self, kind: Kind, payload: bytes, answer: Kind) -> list[Frame]:
+        """Each rank's answer. EngineStoppedError where a rank is gone, or goes."""
+        for rank in range(self._size):
+            self.send(kind, payload, rank)
+        return self._await(answer)
+
+    def stop(self, timeout_s: float) -> None:
+        with self._lock:
+            self.problem = self.problem or "stopped"
+            channels = list(self._channels.values())
+        for channel in channels:
+            with contextlib.suppress(ChannelClosedError):
+                channel.send(Kind.STOP)
+        self._hang_up_listener()
+        self._launcher.stop(timeout_s)
+        for channel in channels:
+            channel.close()
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _await(self, kind: Kind, timeout_s: float | None = None, watch: bool = False) -> list[Frame]:
+        """``watch``: a process may end before it has reported, so that no channel tells of it."""
+        frames, waited = [], 0.0
+        for answers in self._answers:
+            while True:
+                with contextlib.suppress(Empty):
+                    frame = answers.get(timeout=_POLL_S)
+                    break
+                waited += _POLL_S
+                if watch and (ended := self._launcher.ended()):
+                    rank = min(ended)
+                    self._fail(f"rank {rank} {ended[rank]} before it was ready; what it wrote above says why")
+                if self.problem is not None:
+                    raise EngineStoppedError(self.problem)
+                if timeout_s is not None and waited > timeout_s:
+                    raise EngineStoppedError(f"not every rank was ready within {timeout_s:g} s")
+            if frame.kind is not kind:
+                raise EngineStoppedError(f"a rank answered {frame.kind.name} where {kind.name} was due")
+            frames.append(frame)
+        return frames
+
+    def _accept(self, listener: Listener) -> None:
+        while self.problem is None:
+            try:
+                connection = listener.accept(_POLL_S)
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # everybody is here, or nobody will come any more
+            Thread(target=self._admit, args=(listener, connection), name="hotswap-admit", daemon=True).start()
+
+    def _admit(self, listener: Listener, connection: Any) -> None:
+        try:
+            channel, rank = listener.admit(connection)
+        except ChannelClosedError as error:
+            logger.warning("somebody who is no rank of ours connected to %s: %s", listener.address, error)
+            return
+        with self._lock:
+            known = rank in self._channels or rank >= self._size or self.problem is not None
+            if not known:
+                self._channels[rank] = channel
+        if known:
+            logger.warning("a second rank %d, or one too many, was hung up on", rank)
+            channel.close()
+            return
+        self._listen(rank, channel)
+
+    def _listen(self, rank: int, channel: Channel) -> None:
+        """What one rank says, until it ends."""
+        try:
+            while True:
+                frame = channel.receive()
+                if frame.kind is Kind.VERDICT:
+                    self._on_verdict(frame.payload)
+                elif frame.kind is Kind.REFUSED:
+                    self._refusals.put(decode(Refusal, frame.payload))
+                    self._fail(f"rank {rank} was refused")
+                elif frame.kind is Kind.FAILED:
+                    self._fail(f"rank {rank} has failed: {decode(str, frame.payload)}")
+                else:
+                    self._answers[rank].put(frame)
+        except ChannelClosedError as error:
+            self._fail(f"rank {rank} {self._end_of(rank) or f'is gone: {error}'}")
+
+    def _end_of(self, rank: int) -> str | None:
+        return self._launcher.ended().get(rank)
+
+    def _fail(self, problem: str) -> None:
+        with self._lock:
+            if self.problem is not None:
+                return
+            self.problem = problem
+        logger.error("%s", problem)
+        self._on_end(problem)
+
+    def _hang_up_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()

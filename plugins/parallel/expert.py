@@ -1,0 +1,36 @@
+"""Expert parallelism: each rank holds some of the experts."""
+
+from dataclasses import replace
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import Description
+from hotswap.core.interfaces.model import ModelFacts
+from hotswap.core.interfaces.parallel import RankPlan, ShardStrategy
+from hotswap.plugins.parallel.tensor import NEEDS_RANKS
+
+
+class ExpertParallel(ShardStrategy):
+    """Whole experts on the ranks that share a layer already, which it adds none to (after Lepikhin et al., "GShard",
+    2020). Choose it, before `tensor` in the list, for mixtures of many small experts: each rank multiplies whole
+    matrices of its experts and not slices of all, and what they add is summed where the slices' sums would have been.
+    """
+
+    def describe(self) -> Description:
+        return Description(requires=(NEEDS_RANKS,))
+
+    def layout(self, facts: ModelFacts, inner: RankPlan) -> RankPlan:
+        count = facts.axes.get("expert")
+        if count is None:
+            raise ConfigError(f"{facts.architecture} has no experts; leave {self.name} out")
+        sharing = [index for index, dim in enumerate(inner.dims) if "expert_mlp" in dim.axes]
+        if not sharing:
+            raise ConfigError(
+                f"{self.name} spreads experts over the ranks that share a layer, and there are none; name it before "
+                "tensor: parallel: [expert, {use: tensor, size: 2}]")
+        dim = inner.dims[sharing[-1]]
+        if dim.size > count:
+            raise ConfigError(
+                f"{dim.size} ranks cannot share the {count} experts of {facts.architecture}; at most {count} can")
+        axes = (*(axis for axis in dim.axes if axis != "expert_mlp"), "expert")
+        dims = tuple(replace(each, axes=axes) if each is dim else each for each in inner.dims)
+        return replace(inner, dims=dims)

@@ -1,0 +1,166 @@
+"""One process a rank, driven over channels that both ends have proven to own."""
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from threading import Lock
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from hotswap.core.errors import EngineStoppedError
+from hotswap.core.execution.channel import SECRET_BYTES, ChannelClosedError, Kind, decode, encode, encode_message
+from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part
+from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
+from hotswap.core.interfaces.messages import StepMessage, Verdict
+from hotswap.core.interfaces.parallel import Executor, RankPlan, RankReport, Ticket, WorkerFactory, WorkerInfo
+from hotswap.plugins.parallel.crew import Crew
+from hotswap.plugins.parallel.rank import ENTRY, Job, Ready, job_arguments
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessesExecutor(Executor):
+    """A process for each rank, started by a launcher. Choose it for more than one device; it is chosen by itself where
+    shard strategies ask for ranks.
+
+    Every rank gets every message; the first rank of the last stage answers. Messages are JSON on sockets, checked
+    against their types, never pickled. Tensors travel between ranks by torch.distributed and never through here.
+    A rank that dies ends the engine: nothing can be computed without it.
+    """
+
+    class Options(ComponentOptions):
+        launcher: Annotated[ComponentRef, Part("launcher")] = ComponentRef(use="local")
+        """Who starts the processes: `local` on this machine, `ray` on a cluster's."""
+        start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+        """How long starting and loading may take."""
+        stop_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+        """How long `stop` waits for the step that runs. After it the processes are killed."""
+        collective_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+        """How long a rank waits for the others in a collective: longer than the longest step."""
+
+    options: Options
+
+    def __init__(self, options: Any = None, parts: Any = None) -> None:
+        super().__init__(options, parts)
+        self._crew: Crew | None = None
+        self._store: Any = None
+        self._hearing: list[bool] = []
+        self._lock = Lock()
+        self._pending: deque[Future[Verdict]] = deque()
+        self._tickets: dict[Ticket, Future[Verdict]] = {}
+        self._next: Ticket = 0
+        self._news: list[tuple[str, list[int]]] = []
+
+    def describe(self) -> Description:
+        return Description(offers=frozenset({"ranks"}))
+
+    def launch(self, factory: WorkerFactory, plan: RankPlan) -> WorkerInfo:
+        if self._crew is not None:
+            raise RuntimeError("launch was called twice")
+        secret, size = secrets.token_bytes(SECRET_BYTES), plan.world_size
+        self._crew = crew = Crew(self.parts["launcher"], size, secret, self._take, self._end)
+        try:
+            recipe, address = factory.recipe(), crew.listen()
+            first = Job(
+                0, address, secret.hex(), self._meeting_place(crew), str(crew.scratch) if crew.scratch else None, plan,
+                recipe.entry, recipe.arguments, recipe.device, self.options.collective_timeout_s,
+                logging.getLogger("hotswap").getEffectiveLevel())
+            jobs = [job_arguments(replace(first, rank=rank)) for rank in range(size)]
+            frames = crew.start(ENTRY, jobs, self.options.start_timeout_s)
+            ready = [decode(Ready, frame.payload) for frame in frames]
+        except BaseException:
+            self.stop()
+            raise
+        self._hearing = [rank.hears for rank in ready]
+        return _merged(ready)
+
+    def allocate(self, plan: CachePlan) -> None:
+        try:
+            self._running.ask(Kind.ALLOCATE, encode(CachePlan, plan), Kind.DONE)
+        except EngineStoppedError as error:
+            raise RuntimeError(str(error)) from error  # as an allocation on this side would have failed
+
+    def submit(self, message: StepMessage) -> Ticket:
+        crew, verdict = self._running, Future[Verdict]()
+        with self._lock:
+            self._pending.append(verdict)
+        plain = told = encode_message(message)
+        if self._news:
+            told = encode_message(replace(message, news=[*message.news, *self._news]))
+            self._news = []
+        for rank, hears in enumerate(self._hearing):
+            crew.send(Kind.EXECUTE, told if hears else plain, rank)
+        self._next += 1
+        self._tickets[self._next] = verdict
+        return self._next
+
+    def collect(self, ticket: Ticket) -> Verdict:
+        verdict = self._tickets.pop(ticket).result()
+        if any(self._hearing):
+            self._news += [(row.request, row.kept) for row in verdict.rows if row.kept]
+        return verdict
+
+    def done(self, ticket: Ticket) -> bool:
+        return self._tickets[ticket].done()
+
+    def report(self) -> list[RankReport]:
+        return [decode(RankReport, frame.payload) for frame in self._running.ask(Kind.REPORT, b"", Kind.REPORTED)]
+
+    def health(self) -> str | None:
+        return "not launched" if self._crew is None else self._crew.problem
+
+    def stop(self) -> None:
+        if self._crew is not None:
+            self._crew.stop(self.options.stop_timeout_s)
+            self._end("stopped")
+
+    @property
+    def _running(self) -> Crew:
+        if self._crew is None:
+            raise EngineStoppedError("the ranks take no work: not launched")
+        return self._crew
+
+    def _meeting_place(self, crew: Crew) -> str:
+        """Where the ranks find one another, as a URL of torch's: a file that nobody else may open, or, for ranks on
+        several machines, a store in this process at a port that the system chooses."""
+        if crew.scratch is not None:
+            return f"file://{crew.scratch / 'store'}"
+        import torch.distributed as dist
+
+        host = self.parts["launcher"].host()
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return f"tcp://{host}:{self._store.port}"
+
+    def _take(self, payload: bytes) -> None:
+        """A verdict has come, for the oldest message without one."""
+        verdict = decode(Verdict, payload)
+        with self._lock:
+            if not self._pending:
+                raise ChannelClosedError("a rank answered what nobody had asked")
+            oldest = self._pending.popleft()
+        oldest.set_result(verdict)
+
+    def _end(self, problem: str) -> None:
+        """A rank is gone: whoever waits for a verdict is told."""
+        with self._lock:
+            waiting = list(self._pending)
+            self._pending.clear()
+        for verdict in waiting:
+            verdict.set_exception(EngineStoppedError(problem))
+
+
+def _merged(ready: Sequence[Ready]) -> WorkerInfo:
+    """One answer for all ranks: the poorest one's memory, and each cache group as the rank that stores most of it."""
+    infos = [rank.info for rank in ready]
+    groups: dict[str, CacheSpec] = {}
+    for info in infos:
+        for spec in info.cache_specs:
+            known = groups.get(spec.group, spec)
+            largest = max(known, spec, key=lambda each: each.bytes_per_token)
+            groups[spec.group] = replace(largest, layers=tuple(sorted({*known.layers, *spec.layers})))
+    free = min(rank.info.free_bytes // rank.sharers for rank in ready)
+    return replace(infos[0], cache_specs=tuple(groups.values()), free_bytes=free)

@@ -1,0 +1,156 @@
+"""The process of one rank: reports to its executor, builds its worker, carries out what it is told."""
+
+import logging
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hotswap.core.blame import blame
+from hotswap.core.errors import ConfigError
+from hotswap.core.execution.channel import Channel, ChannelClosedError, Frame, Kind, connect, decode, encode
+from hotswap.core.execution.child import call
+from hotswap.core.interfaces.kvcache import CachePlan
+from hotswap.core.interfaces.messages import StepMessage, Verdict
+from hotswap.core.interfaces.parallel import RankPlan, RankReport, Worker, WorkerFactory, WorkerInfo
+from hotswap.plugins.parallel.mesh import DistributedMesh
+
+logger = logging.getLogger(__name__)
+
+ENTRY = f"{__name__}:serve"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is told when it starts. ``secret``: hexadecimal. ``store``: where the ranks meet, torch's URL.
+    ``scratch``: a directory of the executor's that goes with it. ``local_rank`` and ``local_size`` are the launcher's."""
+
+    rank: int
+    address: str
+    secret: str
+    store: str
+    scratch: str | None
+    plan: RankPlan
+    entry: str
+    arguments: dict[str, Any]
+    device: str
+    timeout_s: float
+    log_level: int
+    local_rank: int = 0
+    local_size: int = 1
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank's worker is loaded. ``hears``: it must be told what was kept. ``sharers``: ranks that share the memory which
+    ``info`` says is free."""
+
+    info: WorkerInfo
+    hears: bool
+    sharers: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A ConfigError that arose on a rank."""
+
+    message: str
+    path: str
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    """The life of a rank. ``arguments``: a :class:`Job`, as JSON."""
+    job = decode(Job, encode(dict[str, Any], arguments))
+    logging.basicConfig(
+        level=job.log_level, format=f"%(asctime)s %(levelname)s rank {job.rank} %(name)s: %(message)s")
+    channel = connect(job.address, bytes.fromhex(job.secret), job.rank)
+    frames: SimpleQueue[Frame] = SimpleQueue()
+    Thread(target=_listen, args=(channel, frames, job.scratch), daemon=True).start()
+    try:
+        worker, mesh = _build(job)
+        channel.send(Kind.READY, encode(Ready, Ready(
+            worker.info(), hears=not mesh.is_last, sharers=1 if mesh.device.startswith("cuda") else job.local_size)))
+        _work(worker, channel, frames, answers=mesh.is_last and mesh.leads)
+        worker.close()
+    except ConfigError as error:
+        channel.send(Kind.REFUSED, encode(Refusal, Refusal(error.message, error.path)))
+    except Exception as error:
+        logger.exception("rank %d has failed", job.rank)
+        channel.send(Kind.FAILED, encode(str, blame(error)))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _listen(channel: Channel, frames: "SimpleQueue[Frame]", scratch: str | None) -> None:
+    """What the executor says, in order. When it has gone, this process ends at once, whatever it is in the middle of."""
+    try:
+        while True:
+            frame = channel.receive()
+            frames.put(frame)
+            if frame.kind is Kind.STOP:
+                return
+    except ChannelClosedError:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(1)
+
+
+def _build(job: Job) -> tuple[Worker, DistributedMesh]:
+    device, backend = _device(job), "gloo"
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device))
+        backend = "nccl"
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // job.local_size))
+    timeout = timedelta(seconds=job.timeout_s)
+    dist.init_process_group(
+        backend, init_method=job.store, rank=job.rank, world_size=job.plan.world_size, timeout=timeout)
+    mesh = DistributedMesh(job.plan, job.rank, device, timeout)
+    factory: WorkerFactory = call(job.entry, job.arguments)
+    return factory(job.plan, job.rank, mesh), mesh
+
+
+def _device(job: Job) -> str:
+    """Each rank of a machine has a CUDA device of its own."""
+    kind, _, index = job.device.partition(":")
+    if kind != "cuda":
+        return job.device
+    if index and job.plan.world_size > 1:
+        raise ConfigError(
+            f"{job.device!r} is one device, but there are {job.plan.world_size} ranks; write 'cuda', and choose devices "
+            "with CUDA_VISIBLE_DEVICES", "device")
+    if job.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"{job.local_size} ranks need as many CUDA devices on their machine, which has {torch.cuda.device_count()}; "
+            "shard over fewer ranks", "parallel")
+    return job.device if index else f"cuda:{job.local_rank}"
+
+
+def _work(worker: Worker, channel: Channel, frames: "SimpleQueue[Frame]", answers: bool) -> None:
+    """Carry out frames until one says STOP. ``answers``: the verdicts of this rank are those that count."""
+    while (frame := frames.get()).kind is not Kind.STOP:
+        if frame.kind is Kind.EXECUTE:
+            verdict = worker.execute(decode(StepMessage, frame.payload))
+            if answers:
+                channel.send(Kind.VERDICT, encode(Verdict, verdict))
+        elif frame.kind is Kind.ALLOCATE:
+            worker.allocate(decode(CachePlan, frame.payload))
+            channel.send(Kind.DONE)
+        elif frame.kind is Kind.REPORT:
+            channel.send(Kind.REPORTED, encode(RankReport, worker.report()))
+        else:
+            raise ChannelClosedError(f"the executor sent {frame.kind.name}, which no rank expects")
+
+
+def job_arguments(job: Job) -> dict[str, Any]:
+    """``job`` as JSON, without what the launcher adds."""
+    given = asdict(job)
+    return {key: value for key, value in given.items() if key not in ("local_rank", "local_size")}
+
