@@ -30,7 +30,7 @@ from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.kvcache import EvictionPolicy, KVCacheManager
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.model import Model
-from hotswap.core.interfaces.parallel import Deployment, Executor, Router, ShardStrategy
+from hotswap.core.interfaces.parallel import Deployment, Executor, Launcher, Router, ShardStrategy
 from hotswap.core.interfaces.scheduler import QueuePolicy, Scheduler
 from hotswap.core.interfaces.speculator import Speculator
 
@@ -39,7 +39,7 @@ CONTRACT_GROUP = PREFIX + "contract"
 
 INTERFACES: tuple[type[Component], ...] = (
     Scheduler, QueuePolicy, KVCacheManager, EvictionPolicy, AttentionBackend, Speculator, LogitsProcessor, Model,
-    Executor, ShardStrategy, Deployment, Router, KVTransfer, Observer,
+    Executor, ShardStrategy, Launcher, Deployment, Router, KVTransfer, Observer,
 )
 """One a kind. A kind without a written contract cannot be registered."""
 

@@ -23,6 +23,8 @@ from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.registry import Registry
 
 AUTO = "auto"
+CHOSEN = ("attention", "executor")
+"""Kinds of which "auto" chooses one."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,19 @@ def check_config(config: Config, registry: Registry) -> Components:
     notes: list[str] = []
     for path, kinds, ref in named(config):
         try:
+            if ref.use == AUTO and kinds == ("executor",):
+                continue  # when it is known what it must offer
             if ref.use == AUTO and kinds == ("attention",):
                 ref, note = choose_attention(registry, ref, _device(config))
                 notes.append(note)
             built[path] = registry.build(kind_of(registry, kinds, ref, path), ref, path, known_keys())
+        except ConfigError as error:
+            problems += problems_of(error)
+    if config.execution.use == AUTO:
+        try:
+            ref, note = choose_executor(registry, config.execution.ref, built)
+            notes += note
+            built["execution"] = registry.build("executor", ref, "execution", known_keys())
         except ConfigError as error:
             problems += problems_of(error)
     components = Components(built)
@@ -100,7 +111,7 @@ def wrong_components(values: Mapping[str, Any], registry: Registry) -> list[Prob
     for path, kinds, given in _given(values):
         try:
             ref = ComponentRef.model_validate(given)
-            if (ref.use, kinds) != (AUTO, ("attention",)):
+            if ref.use != AUTO or kinds[0] not in CHOSEN:
                 registry.build(kind_of(registry, kinds, ref, path), ref, path, known_keys())
         except ValidationError:
             continue  # the schema has said so
@@ -168,6 +179,33 @@ def choose_attention(registry: Registry, ref: ComponentRef, device: str) -> tupl
     general, name = min(ranked)
     why = "it runs on any device and none is made for" if general else "it is made for"
     return ComponentRef(use=name, **ref.options), f"attention: auto chose '{name}', because {why} {kind}{reasons}"
+
+
+def choose_executor(
+    registry: Registry, ref: ComponentRef, components: Mapping[str, Component],
+) -> tuple[ComponentRef, list[str]]:
+    """What ``execution: auto`` means beside ``components``: of the executors that offer what these require the one that
+    offers the least else. Those that cannot be imported here are passed over. ConfigError where none is left.
+    """
+    needs = {need.capability: path for path, component in components.items()
+             for need in component.describe().requires if need.kind == "executor"}
+    ranked, refused = [], []
+    for name in registry.names("executor"):
+        try:
+            named_ref = ComponentRef(use=name, **ref.options)
+            offers = registry.build("executor", named_ref, "execution", known_keys()).describe().offers
+        except ConfigError as error:
+            refused += problems_of(error)
+            continue
+        if needs.keys() <= offers:
+            ranked.append((len(offers), name))
+    if not ranked:
+        raise_problems(list(dict.fromkeys(refused)))
+        raise ConfigError(f"no installed executor offers {' and '.join(needs)}, as {needs} requires.", "execution")
+    name = min(ranked)[1]
+    notes = [f"execution: auto chose '{name}', because it offers '{need}', which {path} requires"
+             for need, path in needs.items()]
+    return ComponentRef(use=name, **ref.options), notes
 
 
 def _device(config: Config) -> str:

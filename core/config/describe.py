@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hotswap.core.config.check import AUTO, kind_of
+from hotswap.core.config.check import AUTO, CHOSEN, kind_of
 from hotswap.core.config.schema import LISTS, SECTIONS, ComponentSection, Config, ModelSection, Section
 from hotswap.core.config.sources import ResolvedConfig
 from hotswap.core.explain import join, redact
@@ -58,7 +58,7 @@ def _list_rows(resolved: ResolvedConfig, registry: Registry, section: str) -> It
 def _option_rows(
     resolved: ResolvedConfig, registry: Registry, kind: str, ref: ComponentRef, path: str,
 ) -> Iterator[Row]:
-    if ref.use == AUTO and kind == "attention":
+    if ref.use == AUTO and kind in CHOSEN:
         return
     options = registry.options(kind, ref, path)
     parts = {name: (mark, value) for name, mark, value in parts_of(options)}

@@ -116,9 +116,11 @@ class SpeculatorSection(ComponentSection):
 
 
 class ExecutionSection(ComponentSection):
-    use: str = "inline"
-    depth: Count = 1
-    """Steps in flight: 2 plans the next step while the device computes this one."""
+    use: str = "auto"
+    """``auto`` chooses by what the ``parallel`` list needs, and says why."""
+    depth: Count | None = None
+    """Steps in flight: 2 plans the next step while the device computes this one. By default 1, and with pipeline stages
+    as many as there are."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of a worker's operators, at most 1024; by default torch's choice."""
     graphs: Literal["auto", "full", "off"] = "auto"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hotswap.core.config import Config, ResolvedConfig
 from hotswap.core.config.check import Components, check_config
@@ -18,6 +18,7 @@ from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop, Parts
 from hotswap.core.errors import ConfigError
+from hotswap.core.explain import join
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan
 from hotswap.core.interfaces.model import Model, ModelFacts
@@ -27,6 +28,7 @@ from hotswap.core.interfaces.parallel import (
     EngineFactory,
     RankPlan,
     Replica,
+    ShardStrategy,
     WorkerInfo,
 )
 from hotswap.core.live import LiveComponents
@@ -85,10 +87,7 @@ class Assembly:
         parts = parts or check_config(config, self._registry)
         strategies = parts.listed("parallel")
         if not (strategies and strategies[0].kind == Deployment.kind):
-            ranks = RankPlan()
-            for strategy in reversed(strategies):
-                ranks = strategy.layout(self._facts, ranks)
-            self._plans[name] = _Plan(config, parts, ranks)
+            self._plans[name] = _Plan(config, parts, rank_plan(parts, self._facts))
             return partial(self._engine, name)
         deployment: Deployment = strategies[0]
         self.fronts.add(deployment)
@@ -150,7 +149,8 @@ class Assembly:
         limits = Limits(
             config.scheduler.max_batch_tokens, config.scheduler.max_running, self._max_model_len, info.lookahead,
             info.reuse_tail)
-        depth = min(config.execution.depth, ranks.depth or config.execution.depth)
+        wanted, most = config.execution.depth, ranks.depth
+        depth = wanted or 1 if most is None else min(wanted or most, most)
         loop = EngineLoop(
             Parts(parts.scheduler, parts.kvcache, parts.executor, observers), limits, clock, depth, ranks.chained)
         observers.notify(
@@ -164,6 +164,18 @@ class Assembly:
             loop, max_queue=config.server.max_queue, watchdog_s=config.server.watchdog_s, name=replica.name,
             on_stop=lambda: observers.notify("hotswap_engine_stopped", time=clock.now()),
         )
+
+
+def rank_plan(parts: Components, facts: ModelFacts) -> RankPlan:
+    """The shard strategies folded, the innermost first. ConfigError with the config path of the one that refuses."""
+    plan = RankPlan()
+    for path, component in reversed(parts.built.items()):
+        if component.kind == ShardStrategy.kind:
+            try:
+                plan = cast(ShardStrategy, component).layout(facts, plan)
+            except ConfigError as error:
+                raise ConfigError(error.message, join(path, error.path) if error.path else path) from error
+    return plan
 
 
 def build_model(config: Config, registry: Registry, checkpoint: "Checkpoint") -> Model:

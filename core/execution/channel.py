@@ -53,6 +53,9 @@ class Kind(IntEnum):
     FAILED = 15
 
 
+_KINDS = frozenset(map(int, Kind))
+
+
 class Frame(NamedTuple):
     kind: Kind
     payload: bytes
@@ -103,7 +106,7 @@ class Channel:
     def receive(self) -> Frame:
         """Wait for a frame. ChannelClosedError."""
         length, kind = _HEADER.unpack(_read(self._socket, _HEADER.size))
-        if length > MAX_FRAME_BYTES or kind not in Kind:
+        if length > MAX_FRAME_BYTES or kind not in _KINDS:
             raise ChannelClosedError(f"a peer announced {length} bytes of kind {kind}, which is no frame of ours")
         return Frame(Kind(kind), _read(self._socket, length))
 

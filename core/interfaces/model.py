@@ -28,6 +28,9 @@ class ModelFacts:
     ``vocab_size`` is the width of the logits; every token id of a request is checked against it. ``concurrent``:
     whether several threads may call ``forward`` and ``head`` of one model at once, because nothing but weights is kept
     between calls; engines that run in one process then share the model, and its weights are loaded once.
+
+    ``layer_costs`` and ``head_cost``: weights that a token is multiplied with in each layer and in the output head; what stages of a
+    pipeline are balanced by. Empty: all layers are alike.
     """
 
     architecture: str
@@ -37,6 +40,8 @@ class ModelFacts:
     max_position: int
     axes: dict[str, int] = field(default_factory=dict)
     concurrent: bool = False
+    layer_costs: tuple[int, ...] = ()
+    head_cost: int = 0
 
 
 class Attend(Protocol):

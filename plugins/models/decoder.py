@@ -43,7 +43,8 @@ class DecoderModel(Model):
             axes |= {"expert": c.experts.count, "expert_mlp": c.experts.size}
         return ModelFacts(
             c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes,
-            concurrent=not sparse)  # experts count their tokens
+            concurrent=not sparse,  # experts count their tokens
+            layer_costs=c.layer_costs, head_cost=c.vocab_size * c.hidden_size)
 
     def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
         self.config = c = DecoderConfig.from_hf(config)

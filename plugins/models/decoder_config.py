@@ -117,6 +117,16 @@ class DecoderConfig:
     windows: tuple[int | None, ...]
     experts: ExpertsConfig | None = None
 
+    @property
+    def layer_costs(self) -> tuple[int, ...]:
+        """Weights that a token is multiplied with in each layer: of the experts, those that work on it."""
+        attention = 2 * self.hidden_size * (self.heads + self.kv_heads) * self.head_dim
+        dense, sparse = 3 * self.hidden_size * self.mlp_size, 0
+        if self.experts is not None:
+            sparse = self.hidden_size * (3 * self.experts.top_k * self.experts.size + self.experts.count)
+        layers = self.experts.layers if self.experts is not None else ()
+        return tuple(attention + (sparse if layer in layers else dense) for layer in range(self.num_layers))
+
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "DecoderConfig":
         """ConfigError names the key of what is missing, contradictory or not supported."""
