@@ -83,8 +83,8 @@ def check_config(config: Config, registry: Registry) -> Components:
             problems += problems_of(error)
     if config.execution.use == AUTO:
         try:
-            ref, note = choose_executor(registry, config.execution.ref, built)
-            notes += note
+            ref, chosen = choose_executor(registry, config.execution.ref, built)
+            notes += chosen
             built["execution"] = registry.build("executor", ref, "execution", known_keys())
         except ConfigError as error:
             problems += problems_of(error)

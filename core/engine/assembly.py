@@ -169,7 +169,7 @@ class Assembly:
 def rank_plan(parts: Components, facts: ModelFacts) -> RankPlan:
     """The shard strategies folded, the innermost first. ConfigError with the config path of the one that refuses."""
     plan = RankPlan()
-    for path, component in reversed(parts.built.items()):
+    for path, component in reversed([*parts.built.items()]):
         if component.kind == ShardStrategy.kind:
             try:
                 plan = cast(ShardStrategy, component).layout(facts, plan)

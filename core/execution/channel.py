@@ -18,6 +18,7 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from hotswap.core.interfaces.messages import StepMessage
 
@@ -66,9 +67,9 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def encode(cls: Any, value: Any) -> bytes:
-    """``value`` as JSON of the type ``cls`` (a dataclass, a named tuple, or what is built of them)."""
-    return _adapter(cls).dump_json(value)
+def encode(value: Any) -> bytes:
+    """``value`` as JSON: a dataclass, a named tuple, or what is built of them. Infinities stay what they are."""
+    return to_json(value, inf_nan_mode="constants")
 
 
 def decode(cls: Callable[..., Value], payload: bytes) -> Value:
@@ -84,7 +85,7 @@ def decode(cls: Callable[..., Value], payload: bytes) -> Value:
 def encode_message(message: StepMessage) -> bytes:
     """Without the entries by which the host undoes its grants: they are nobody else's."""
     grants = [(request, grant._replace(entry=None)) for request, grant in message.grants]
-    return encode(StepMessage, replace(message, grants=grants))
+    return encode(replace(message, grants=grants))
 
 
 class Channel:

@@ -29,8 +29,8 @@ class ModelFacts:
     whether several threads may call ``forward`` and ``head`` of one model at once, because nothing but weights is kept
     between calls; engines that run in one process then share the model, and its weights are loaded once.
 
-    ``layer_costs`` and ``head_cost``: weights that a token is multiplied with in each layer and in the output head; what stages of a
-    pipeline are balanced by. Empty: all layers are alike.
+    ``layer_costs`` and ``head_cost``: weights that a token is multiplied with in each layer and in the output head, by
+    which stages of a pipeline are balanced. Empty: all layers are alike.
     """
 
     architecture: str

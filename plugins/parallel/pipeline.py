@@ -15,12 +15,12 @@ from hotswap.plugins.parallel.tensor import NEEDS_RANKS
 
 
 class PipelineParallel(ShardStrategy):
-    """Layers over ``size`` stages, one behind the other (Huang et al., "GPipe", 2019). Choose it for devices with a slow
-    link, or many of them: a step costs one transfer of hidden states a stage, and as many steps are in flight as there
-    are stages, each with its share of the requests.
+    """Layers over ``size`` stages, one behind the other (Huang et al., "GPipe", 2019). Choose it for devices with a
+    slow link, or many of them: a step costs one transfer of hidden states a stage, and as many steps are in flight as
+    there are stages, each with its share of the requests.
 
-    Stages are cut where the most expensive one is cheapest, counted in weights that a token is multiplied with: those of
-    each layer, and the output head's, which the last stage has. A request is in one step at a time.
+    Stages are cut where the most expensive one is cheapest, counted in weights that a token is multiplied with: those
+    of each layer, and the output head's, which the last stage has. A request is in one step at a time.
     """
 
     class Options(ComponentOptions):
@@ -45,8 +45,8 @@ class PipelineParallel(ShardStrategy):
         wanted = self.options.layers
         if wanted is not None and (len(wanted), sum(wanted)) != (size, total):
             raise ConfigError(
-                f"{wanted} are {sum(wanted)} layers in {len(wanted)} stages, but {facts.architecture} has {total} layers "
-                f"and size is {size}", "layers")
+                f"{wanted} are {sum(wanted)} layers in {len(wanted)} stages, but {facts.architecture} has {total} "
+                f"layers and size is {size}", "layers")
         costs = list(facts.layer_costs) or [1] * total
         counts = wanted or balanced(costs, facts.head_cost, size)
         dim = MeshDim(self.name, size, ("layers",), {"layers": (0, *accumulate(counts))})
@@ -54,8 +54,8 @@ class PipelineParallel(ShardStrategy):
 
 
 def balanced(costs: Sequence[int], last: int, stages: int) -> list[int]:
-    """How many of the neighbouring ``costs`` each of ``stages`` gets, at least one, such that the largest sum is as small
-    as can be; the last stage bears ``last`` besides. The linear partition problem, by dynamic programming."""
+    """How many of the neighbouring ``costs`` each of ``stages`` gets, at least one, such that the largest sum is as
+    small as can be; the last stage bears ``last`` besides. The linear partition problem, by dynamic programming."""
     ends = [0, *accumulate(costs)]
     total = len(costs)
     best = {(0, 0): 0}

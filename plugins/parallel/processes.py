@@ -80,7 +80,7 @@ class ProcessesExecutor(Executor):
 
     def allocate(self, plan: CachePlan) -> None:
         try:
-            self._running.ask(Kind.ALLOCATE, encode(CachePlan, plan), Kind.DONE)
+            self._running.ask(Kind.ALLOCATE, encode(plan), Kind.DONE)
         except EngineStoppedError as error:
             raise RuntimeError(str(error)) from error  # as an allocation on this side would have failed
 
@@ -129,10 +129,10 @@ class ProcessesExecutor(Executor):
         several machines, a store in this process at a port that the system chooses."""
         if crew.scratch is not None:
             return f"file://{crew.scratch / 'store'}"
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it without saying so
 
         host = self.parts["launcher"].host()
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return f"tcp://{host}:{self._store.port}"
 
     def _take(self, payload: bytes) -> None:

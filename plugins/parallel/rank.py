@@ -17,8 +17,8 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.execution.channel import Channel, ChannelClosedError, Frame, Kind, connect, decode, encode
 from hotswap.core.execution.child import call
 from hotswap.core.interfaces.kvcache import CachePlan
-from hotswap.core.interfaces.messages import StepMessage, Verdict
-from hotswap.core.interfaces.parallel import RankPlan, RankReport, Worker, WorkerFactory, WorkerInfo
+from hotswap.core.interfaces.messages import StepMessage
+from hotswap.core.interfaces.parallel import RankPlan, Worker, WorkerFactory, WorkerInfo
 from hotswap.plugins.parallel.mesh import DistributedMesh
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ ENTRY = f"{__name__}:serve"
 @dataclass(frozen=True)
 class Job:
     """What a rank is told when it starts. ``secret``: hexadecimal. ``store``: where the ranks meet, torch's URL.
-    ``scratch``: a directory of the executor's that goes with it. ``local_rank`` and ``local_size`` are the launcher's."""
+    ``scratch``: a directory of the executor's that goes with it. ``local_rank``, ``local_size``: see ``Launcher``."""
 
     rank: int
     address: str
@@ -48,8 +48,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Ready:
-    """A rank's worker is loaded. ``hears``: it must be told what was kept. ``sharers``: ranks that share the memory which
-    ``info`` says is free."""
+    """A rank's worker is loaded. ``hears``: it must be told what was kept. ``sharers``: ranks that share the memory
+    which ``info`` says is free."""
 
     info: WorkerInfo
     hears: bool
@@ -66,7 +66,7 @@ class Refusal:
 
 def serve(arguments: dict[str, Any]) -> None:
     """The life of a rank. ``arguments``: a :class:`Job`, as JSON."""
-    job = decode(Job, encode(dict[str, Any], arguments))
+    job = decode(Job, encode(arguments))
     logging.basicConfig(
         level=job.log_level, format=f"%(asctime)s %(levelname)s rank {job.rank} %(name)s: %(message)s")
     channel = connect(job.address, bytes.fromhex(job.secret), job.rank)
@@ -74,22 +74,22 @@ def serve(arguments: dict[str, Any]) -> None:
     Thread(target=_listen, args=(channel, frames, job.scratch), daemon=True).start()
     try:
         worker, mesh = _build(job)
-        channel.send(Kind.READY, encode(Ready, Ready(
+        channel.send(Kind.READY, encode(Ready(
             worker.info(), hears=not mesh.is_last, sharers=1 if mesh.device.startswith("cuda") else job.local_size)))
         _work(worker, channel, frames, answers=mesh.is_last and mesh.leads)
         worker.close()
     except ConfigError as error:
-        channel.send(Kind.REFUSED, encode(Refusal, Refusal(error.message, error.path)))
+        channel.send(Kind.REFUSED, encode(Refusal(error.message, error.path)))
     except Exception as error:
         logger.exception("rank %d has failed", job.rank)
-        channel.send(Kind.FAILED, encode(str, blame(error)))
+        channel.send(Kind.FAILED, encode(blame(error)))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _listen(channel: Channel, frames: "SimpleQueue[Frame]", scratch: str | None) -> None:
-    """What the executor says, in order. When it has gone, this process ends at once, whatever it is in the middle of."""
+    """What the executor says, in order. When it has gone, this process ends, whatever it is in the middle of."""
     try:
         while True:
             frame = channel.receive()
@@ -124,12 +124,12 @@ def _device(job: Job) -> str:
         return job.device
     if index and job.plan.world_size > 1:
         raise ConfigError(
-            f"{job.device!r} is one device, but there are {job.plan.world_size} ranks; write 'cuda', and choose devices "
-            "with CUDA_VISIBLE_DEVICES", "device")
+            f"{job.device!r} is one device, but there are {job.plan.world_size} ranks; write 'cuda', and choose "
+            "devices with CUDA_VISIBLE_DEVICES", "device")
     if job.local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"{job.local_size} ranks need as many CUDA devices on their machine, which has {torch.cuda.device_count()}; "
-            "shard over fewer ranks", "parallel")
+            f"{job.local_size} ranks need as many CUDA devices on their machine, which has "
+            f"{torch.cuda.device_count()}; shard over fewer ranks", "parallel")
     return job.device if index else f"cuda:{job.local_rank}"
 
 
@@ -139,12 +139,12 @@ def _work(worker: Worker, channel: Channel, frames: "SimpleQueue[Frame]", answer
         if frame.kind is Kind.EXECUTE:
             verdict = worker.execute(decode(StepMessage, frame.payload))
             if answers:
-                channel.send(Kind.VERDICT, encode(Verdict, verdict))
+                channel.send(Kind.VERDICT, encode(verdict))
         elif frame.kind is Kind.ALLOCATE:
             worker.allocate(decode(CachePlan, frame.payload))
             channel.send(Kind.DONE)
         elif frame.kind is Kind.REPORT:
-            channel.send(Kind.REPORTED, encode(RankReport, worker.report()))
+            channel.send(Kind.REPORTED, encode(worker.report()))
         else:
             raise ChannelClosedError(f"the executor sent {frame.kind.name}, which no rank expects")
 

@@ -16,8 +16,8 @@ NEEDS_RANKS = Requirement(
 
 
 class TensorParallel(ShardStrategy):
-    """Heads, MLPs and vocabulary over ``size`` ranks (Shoeybi et al., "Megatron-LM", 2019). Choose it to divide a step's
-    time and the weights over devices with a fast link: each layer costs two all-reduces of its hidden states.
+    """Heads, MLPs and vocabulary over ``size`` ranks (Shoeybi et al., "Megatron-LM", 2019). Choose it to divide a
+    step's time and the weights over devices with a fast link: each layer costs two all-reduces of its hidden states.
 
     Query heads are divided evenly, key-value heads with the query heads that read them; where there are fewer of them
     than ranks, neighbours hold copies. MLPs and the vocabulary may have any size: parts differ by at most one.

@@ -8,11 +8,12 @@ from dataclasses import fields
 
 import pytest
 
+from hotswap.core.config.check import choose_executor
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, Section
 from hotswap.core.config.units import parse_bytes
 from hotswap.core.hooks import HookSpecs
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef
-from hotswap.core.registry import INTERFACES
+from hotswap.core.registry import INTERFACES, Registry
 from hotswap.core.request import SamplingParams
 from hotswap.plugins.observers.bill import Invoice
 from hotswap.server.protocol.chat import ChatBody
@@ -127,8 +128,11 @@ def test_the_table_of_components_in_the_readme_is_that_of_pyproject(pages, compo
 def default_components() -> set[tuple[str, str]]:
     config = Config(model={"name": "m"})
     chosen = {(kind, getattr(config, section).use) for section, kind in SECTIONS.items() if section != "model"}
+    chosen.remove(("executor", "auto"))
+    chosen.add(("executor", choose_executor(Registry(), ComponentRef(use="auto"), {})[0].use))
     chosen |= {(LISTS[section][0], ref.use) for section in LISTS for ref in getattr(config, section)}
-    return chosen | {("queue_policy", "fcfs"), ("eviction_policy", "lru"), ("model", config.model.fallback)}
+    chosen |= {("queue_policy", "fcfs"), ("eviction_policy", "lru"), ("launcher", "local")}
+    return chosen | {("model", config.model.fallback)}
 
 
 def test_every_sampling_field_is_documented_with_its_default(pages):
