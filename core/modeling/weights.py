@@ -63,7 +63,16 @@ class WeightSource(ABC):
         What is missing or misshaped is reported by :meth:`finish`, all at once; until then the caller gets an empty
         tensor of the right shape, and nothing more is read.
         """
-        shape = tuple(shape)
+        tensor = self._take(name, tuple(shape), dim, part)
+        if not tensor.is_floating_point():
+            raise ModelLoadError(f"{name} of {self.location} holds {tensor.dtype}: quantised weights are not read")
+        return tensor
+
+    def take_integers(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """As :meth:`take`, a table of numbers as int64."""
+        return self._take(name, tuple(shape), 0, None).long()
+
+    def _take(self, name: str, shape: tuple[int, ...], dim: int, part: Shard | None) -> torch.Tensor:
         wanted = tuple(part.count if part and axis == dim else size for axis, size in enumerate(shape))
         self._taken.add(name)
         if not self.has(name):
@@ -73,8 +82,6 @@ class WeightSource(ABC):
         if self._missing or self._misshaped:
             return torch.empty(wanted)
         tensor = self._read(name, dim, part if wanted != shape else None)
-        if not tensor.is_floating_point():
-            raise ModelLoadError(f"{name} of {self.location} holds {tensor.dtype}: quantised weights are not read")
         self.taken += tensor.numel()
         self._advance(tensor)
         return tensor
