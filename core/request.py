@@ -161,7 +161,8 @@ class Request:
 @dataclass(slots=True)
 class RequestOutput:
     """What one step added to a request. ``token_ids`` and ``logprobs`` run in parallel. The last one has a finish
-    reason; ``error`` goes with FinishReason.ERROR; ``stop_reason`` is the stop string or id that ended it."""
+    reason; ``error`` goes with FinishReason.ERROR; ``stop_reason`` is the stop string or id that ended it; ``handoff``
+    says where a peer finds the request's keys and values, if a KV transfer keeps them."""
 
     request_id: str
     token_ids: list[int]

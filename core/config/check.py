@@ -16,6 +16,7 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentRef
+from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.parallel import Deployment, Executor
 from hotswap.core.interfaces.scheduler import Scheduler
@@ -42,6 +43,10 @@ class Components:
     @property
     def kvcache(self) -> KVCacheManager:
         return cast(KVCacheManager, self.built["kvcache"])
+
+    @property
+    def kv_transfer(self) -> KVTransfer:
+        return cast(KVTransfer, self.built["kv_transfer"])
 
     @property
     def attention(self) -> AttentionBackend:

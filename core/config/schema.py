@@ -106,6 +106,11 @@ class KVCacheSection(ComponentSection):
         return self
 
 
+class KVTransferSection(ComponentSection):
+    use: str = "none"
+    """Where pages go that the cache has no room for, or that another engine needs."""
+
+
 class AttentionSection(ComponentSection):
     use: str = "torch"
     """``auto`` chooses among the installed backends by what they support, and says why."""
@@ -211,6 +216,7 @@ class Config(Section):
     """Most tokens of prompt and output; by default the model's own limit."""
     scheduler: SchedulerSection = SchedulerSection()
     kvcache: KVCacheSection = KVCacheSection()
+    kv_transfer: KVTransferSection = KVTransferSection()
     attention: AttentionSection = AttentionSection()
     speculator: SpeculatorSection = SpeculatorSection()
     logits_processors: list[ComponentRef] = Field(
@@ -233,7 +239,7 @@ class Config(Section):
 
 SECTIONS: dict[str, str] = {
     "scheduler": "scheduler", "kvcache": "kvcache", "attention": "attention", "speculator": "speculator",
-    "execution": "executor", "model": "model",
+    "execution": "executor", "kv_transfer": "kv_transfer", "model": "model",
 }
 """Config sections that name one component -> its kind."""
 

@@ -17,9 +17,11 @@ from hotswap.core.engine.client import Engine
 from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop, Parts
+from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join
 from hotswap.core.interfaces.component import ComponentRef
+from hotswap.core.interfaces.kv_transfer import KVTransfer, TransferLayout
 from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan
 from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.parallel import (
@@ -112,13 +114,28 @@ class Assembly:
             live.add(component)
         info = parts.executor.launch(factory, ranks)
         try:
-            cache_plan = _allocate(config, parts, info, self._max_model_len)
+            cache_plan = self._allocate(config, parts, info, ranks.world_size)
             engine = self._loop(config, parts, live, info, ranks)
         except BaseException:
             parts.executor.stop()
             raise
         self._built[name] = BuiltEngine(replica, engine, live, cache_plan)
         return engine
+
+    def _allocate(self, config: Config, parts: Components, info: WorkerInfo, ranks: int) -> CachePlan:
+        transfer = _transfer(parts)
+        try:
+            plan = _divide_memory(config, parts, info, self._max_model_len)
+            if transfer is not None:
+                plan = replace(plan, transfer=transfer.configure(
+                    TransferLayout(info.cache_specs, plan, ranks, self._clock.now)))
+            parts.executor.allocate(plan)
+        except (MemoryError, RuntimeError) as error:  # numpy's and torch's word for it
+            elsewhere = "" if transfer is None else ", what kv_transfer takes"
+            raise ConfigError(
+                f"there is not enough memory for the cache ({error}); lower kvcache.memory or kvcache.num_blocks"
+                f"{elsewhere}, or scheduler.max_running and max_model_len", "kvcache") from error
+        return plan
 
     def _worker_factory(self, plan: _Plan, replica: Replica) -> "WorkerBuilder":
         """Where engines of one rank run in this process, and several threads may run one model at once, they share it:
@@ -135,7 +152,8 @@ class Assembly:
             notes)
         builder = WorkerBuilder(
             self._checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"),
-            replace(settings, memory_fraction=settings.memory_fraction / replica.count, graphs=keys))
+            replace(settings, memory_fraction=settings.memory_fraction / replica.count, graphs=keys),
+            transfer=_transfer(parts))
         if not (self._facts.concurrent and plan.ranks.world_size == 1):
             return builder
         with self._lock:
@@ -152,7 +170,8 @@ class Assembly:
         wanted, most = config.execution.depth, ranks.depth
         depth = wanted or 1 if most is None else min(wanted or most, most)
         loop = EngineLoop(
-            Parts(parts.scheduler, parts.kvcache, parts.executor, observers), limits, clock, depth, ranks.chained)
+            Parts(parts.scheduler, parts.kvcache, parts.executor, observers), limits, clock, depth, ranks.chained,
+            Transfers(_transfer(parts), ranks.world_size))
         observers.notify(
             "hotswap_engine_started", versions=versions(), config=self._resolved.effective(), replica=replica.name,
             time=clock.now())
@@ -196,15 +215,9 @@ def nobody_for(architecture: str, registry: Registry) -> str:
         f"{', '.join(registry.names('model'))})")
 
 
-def _allocate(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:
-    try:
-        plan = _divide_memory(config, parts, info, max_model_len)
-        parts.executor.allocate(plan)
-    except (MemoryError, RuntimeError) as error:  # numpy's and torch's word for it
-        raise ConfigError(
-            f"there is not enough memory for the cache ({error}); lower kvcache.memory or kvcache.num_blocks, or "
-            "scheduler.max_running and max_model_len", "kvcache") from error
-    return plan
+def _transfer(parts: Components) -> KVTransfer | None:
+    """The KV transfer, where it offers to do anything."""
+    return parts.kv_transfer if parts.kv_transfer.describe().offers else None
 
 
 def _divide_memory(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:

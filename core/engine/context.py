@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from hotswap.core.engine.pool import RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
-from hotswap.core.interfaces.kvcache import NOTHING, KVCacheManager, Match
+from hotswap.core.engine.transfers import Transfers
+from hotswap.core.interfaces.kvcache import NOTHING, Fence, KVCacheManager, Match
 from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage
 from hotswap.core.interfaces.scheduler import GRANTED, LATER, Answer, Probe, Row, StepPlan, SuspendMode, Suspension
 
@@ -33,7 +34,7 @@ class Context:
 
     def __init__(
         self, pool: RequestPool, kv: KVCacheManager, limits: Limits, step_id: int, now: float, *,
-        chained: bool, slots: int, in_flight: int,
+        chained: bool, slots: int, in_flight: int, transfers: Transfers,
     ) -> None:
         self.now, self.waiting = now, pool.waiting
         self.token_budget, self.nothing_in_flight = limits.max_batch_tokens, in_flight == 0
@@ -41,6 +42,7 @@ class Context:
         self.holds: list[Hold] = []
         self.suspensions: list[Suspension] = []
         self._pool, self._kv, self._limits, self._step_id, self._chained = pool, kv, limits, step_id, chained
+        self._transfers = transfers
         self._journal: list[Callable[[], Any]] = []
         self._reserved: dict[str, tuple[RequestState | None, int, int]] = {}
         self._order: list[str] | None = None
@@ -104,9 +106,13 @@ class Context:
         if self._order is None:
             self._order = list(self._pool.running)
         state.commit(self._kv)
-        entry = self._kv.release(request_id, {self._step_id})
+        fences: set[Fence] = {self._step_id}
+        mode = self._save(state, mode, fences)
+        if state.filling is not None:
+            fences.add(state.filling)
+        entry = self._kv.release(request_id, fences)
+        self._journal.append(partial(self._resume, state, entry, self._transfers.detach(state)))
         self._pool.pause(state, SUSPENDING)
-        self._journal.append(partial(self._resume, state, entry))
         self.message.suspensions.append((request_id, mode))
         self.suspensions.append(Suspension(request_id, mode, reason))
 
@@ -117,10 +123,11 @@ class Context:
 
     def seal(self, plan: StepPlan) -> list[RequestState]:
         """Check the plan against what was reserved, and book its rows. Raises PlanError before anything is booked."""
-        states = self._checked(plan.rows)
-        for state, row in zip(states, plan.rows, strict=True):
+        rows = self._put_off(plan.rows) if self._transfers.filling else plan.rows
+        states = self._checked(rows)
+        for state, row in zip(states, rows, strict=True):
             state.launch(row.n_tokens, row.draft_slots)
-        self.message.rows = plan.rows
+        self.message.rows = rows
         return states
 
     def undo(self) -> list[RequestState]:
@@ -133,6 +140,17 @@ class Context:
             self._pool.resume_order(self._order)
         self._kv.begin_plan()
         return [self._pool.states[resume.request] for resume in self.message.resumes]
+
+    def _put_off(self, rows: list[Row]) -> list[Row]:
+        """Without those of requests that this plan has started, but whose pages have yet to arrive."""
+        for row in rows:
+            if self._is_filling(row):
+                self.hold(row.request, "its pages are on their way")
+        return [row for row in rows if not self._is_filling(row)]
+
+    def _is_filling(self, row: Row) -> bool:
+        state, _, _ = self._reserved.get(row.request, (None, 0, 0))
+        return state is not None and state.filling is not None
 
     def _checked(self, rows: list[Row]) -> list[RequestState]:
         if len(rows) > self.row_limit:
@@ -157,17 +175,23 @@ class Context:
         return states
 
     def _match(self, state: RequestState) -> Match:
+        return self._find(state)[0]
+
+    def _find(self, state: RequestState) -> tuple[Match, bool]:
+        """What could be reused, from elsewhere too, and whether something there is on its way yet."""
         # Where prompt logprobs are asked, every prompt token must be computed. Else all but the last may be reused.
-        limit = 0 if state.prompt_logprobs is not None else len(state.tokens) - 1
-        return self._kv.match(state.tokens, state.request.cache_key, limit, self._limits.reuse_tail)
+        limit, tail = 0 if state.prompt_logprobs is not None else len(state.tokens) - 1, self._limits.reuse_tail
+        match = self._kv.match(state.tokens, state.request.cache_key, limit, tail)
+        extended = self._transfers.extend(state, match, limit, tail)
+        return extended or match, extended is None
 
     def _start(self, state: RequestState, n_tokens: int, drafts: int) -> Answer:
         """Admit a waiting request: bind its match, give it room, send it to the workers."""
         if self.free_slots <= 0:
             return LATER
-        match, known = self._match(state), len(state.tokens)
+        (match, on_its_way), known = self._find(state), len(state.tokens)
         base = match.cached + match.pending
-        if match.pending or base + n_tokens > known or (drafts and base + n_tokens < known):
+        if on_its_way or base + n_tokens > known or (drafts and base + n_tokens < known):
             return LATER
         upto = base + n_tokens + drafts
         grant = self._kv.reserve(state.id, upto, match, state.request.cache_key, state.tokens)
@@ -185,18 +209,34 @@ class Context:
             ))
         self.message.resumes.append(Resume(state.id, base))
         self.message.grants.append((state.id, grant))
-        state.on_worker, state.computed, state.verified, state.told, state.commit_due = True, base, base, known, 0
+        # Of what is pending, nothing is sure before the worker has said so.
+        state.on_worker, state.computed, state.verified, state.told = True, base, match.cached, known
+        state.commit_due = 0
         if state.cached_tokens is None:
             state.cached_tokens = base
         self._pool.start(state)
+        if (attachment := self._transfers.attach(state, grant, match)) is not None:
+            self._journal.append(partial(self._transfers.undo, attachment.entry))
         return GRANTED
 
+    def _save(self, state: RequestState, mode: SuspendMode, fences: set[Fence]) -> SuspendMode:
+        """Have the pages of a request saved that is being suspended, if that can be and should be."""
+        saving = self._transfers.save(state, self._kv, mode)
+        if saving is None:
+            return SuspendMode.RECOMPUTE
+        self._journal.append(partial(self._transfers.undo, saving.entry))
+        if saving.fence is not None:
+            fences.add(saving.fence)
+        return SuspendMode.SWAP
+
     def _unstart(self, state: RequestState, entry: Any, on_worker: bool, cached_tokens: int | None) -> None:
+        self._transfers.detach(state)
         self._kv.undo(entry)
         self._pool.pause(state, WAITING)
         state.on_worker, state.cached_tokens = on_worker, cached_tokens
         state.computed = state.verified = 0
 
-    def _resume(self, state: RequestState, entry: Any) -> None:
+    def _resume(self, state: RequestState, entry: Any, filling: str | None) -> None:
+        self._transfers.reattach(state, filling)
         self._kv.undo(entry)
         self._pool.start(state)

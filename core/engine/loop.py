@@ -15,8 +15,9 @@ from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Context, Limits, PlanError
 from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs, last_words
 from hotswap.core.engine.pool import DONE, RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
+from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import RequestError
-from hotswap.core.interfaces.kvcache import KVCacheManager
+from hotswap.core.interfaces.kvcache import Fence, KVCacheManager
 from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.parallel import EventListener, Executor, Ticket
 from hotswap.core.interfaces.scheduler import Scheduler, StepOutcome
@@ -60,9 +61,12 @@ class EngineLoop:
     ``depth``: greatest number of steps in flight. ``chained``: see the module.
     """
 
-    def __init__(self, parts: Parts, limits: Limits, clock: Clock, depth: int = 1, chained: bool = True) -> None:
+    def __init__(
+        self, parts: Parts, limits: Limits, clock: Clock, depth: int = 1, chained: bool = True,
+        transfers: Transfers | None = None,
+    ) -> None:
         self.parts, self.limits, self.clock, self.depth, self.chained = parts, limits, clock, depth, chained
-        self.pool = RequestPool()
+        self.pool, self.transfers = RequestPool(), transfers or Transfers()
         self.in_flight: deque[StepInFlight] = deque()
         self.submitted = self.collected = 0
         self.steps = self.max_depth_seen = 0
@@ -97,7 +101,7 @@ class EngineLoop:
         """End a request that does not end by its own tokens. Its client is told, whatever a component raises."""
         output = last_words(state, reason, error)
         try:
-            self._retire(state, reason)
+            output.handoff = self._retire(state, reason)
         finally:
             self._deliver(state, output)
 
@@ -131,12 +135,12 @@ class EngineLoop:
 
     def plan_and_submit(self) -> bool:
         """Plan one step and hand it to the executor; False when there is nothing to hand over."""
-        if not (self.pool.states or self._drops):
+        if not (self.pool.states or self._drops or self.transfers.pending):
             return False
         begun = self.clock.now()
         context = Context(
             self.pool, self.parts.kv, self.limits, self.submitted + 1, begun,
-            chained=self.chained, slots=self.depth, in_flight=len(self.in_flight),
+            chained=self.chained, slots=self.depth, in_flight=len(self.in_flight), transfers=self.transfers,
         )
         try:
             states = context.seal(self.parts.scheduler.plan(context))
@@ -145,7 +149,9 @@ class EngineLoop:
             return not self.in_flight
         self.failed_plans, self.last_plan_error = 0, None
         message = context.message
-        if not (states or self._drops or message.has_operations):
+        message.transfer = self.transfers.message(message.step_id)
+        hears = self.transfers.pending and not self.in_flight  # an empty step, to hear of a transfer's end
+        if not (states or self._drops or message.has_operations or hears):
             return False
         message.drops, self._drops = self._drops, []
         now = self.clock.now()
@@ -201,10 +207,8 @@ class EngineLoop:
         else:
             self._apply_rows(step, verdict.rows, now, kept, voided)
         self._apply_suspensions(verdict)
-        kv = self.parts.kv
-        for ended in verdict.finished_transfers:
-            kv.on_fence(ended.name)
-        kv.on_fence(step.step_id)
+        self._end_transfers(verdict)
+        self.parts.kv.on_fence(step.step_id)
         duration = now - step.submitted_at
         self._guard("observe", lambda: self.parts.scheduler.observe(
             StepOutcome(step.step_id, now, kept, duration)))
@@ -241,7 +245,7 @@ class EngineLoop:
                 self._settle(state, row)
             if row.kept:
                 if ending is not None:
-                    self._retire(state, ending.reason)
+                    output.handoff = self._retire(state, ending.reason)
                 self._deliver(state, output)
 
     def _settle(self, state: RequestState, row: RowVerdict) -> None:
@@ -258,10 +262,37 @@ class EngineLoop:
             if state is None or state.status is not SUSPENDING:
                 continue
             state.status = WAITING
+            if suspended.swapped:
+                self.transfers.suspended(state, suspended.computed)
             state.computed = state.verified = state.kept_in_flight = 0
-            state.on_worker = suspended.swapped
+            state.on_worker = False
             state.preemptions += 1
             self._admit(state)
+
+    def _end_transfers(self, verdict: Verdict) -> None:
+        """Transfers that every rank has done: who waited for one can step, and pages behind it are free."""
+        for name, tokens in self.transfers.ended(verdict.finished_transfers):
+            if (state := self.transfers.filling.get(name)) is not None:
+                self.transfers.detach(state)
+                if tokens is None:
+                    state.verified = state.computed
+                else:
+                    self._start_again(state, tokens)
+            self.parts.kv.on_fence(name)
+
+    def _start_again(self, state: RequestState, tokens: int) -> None:
+        """Only the first ``tokens`` have come into a request's pages. It waits again; those that came are found."""
+        state.verified = max(state.verified, min(tokens, state.computed))
+        state.commit(self.parts.kv)
+        self.parts.kv.release(state.id, self._in_flight())
+        self.pool.pause(state, WAITING)
+        self._drops.append(state.id)
+        state.on_worker, state.computed, state.verified, state.cached_tokens = False, 0, 0, None
+        self._admit(state)
+
+    def _in_flight(self) -> set[Fence]:
+        """The fence of everything submitted and not collected."""
+        return {self.submitted} if self.submitted > self.collected else set()
 
     def _fail_step(self, step: StepInFlight, verdict: Verdict) -> None:
         for state in step.states:
@@ -270,12 +301,15 @@ class EngineLoop:
                 error = f"the step that computed this request failed: {verdict.error}"
                 self.finish(state, FinishReason.ERROR, error)
 
-    def _retire(self, state: RequestState, reason: FinishReason) -> None:
-        """Give back everything the request holds, exactly once."""
+    def _retire(self, state: RequestState, reason: FinishReason) -> Any:
+        """Give back everything the request holds, exactly once. Returns what a KV transfer has for the client."""
+        handle = None
         if state.status is RUNNING:
             state.commit(self.parts.kv)
-            fences = {self.submitted} if self.submitted > self.collected else ()
+            fences, (fence, handle) = self._in_flight(), self.transfers.finished(state, self.parts.kv, reason)
+            fences.update(name for name in (fence, self.transfers.detach(state)) if name is not None)
             self.parts.kv.release(state.id, fences, retain=reason is not FinishReason.ERROR)
+        self.transfers.forget(state)
         if state.on_worker:
             self._drops.append(state.id)
         self.pool.remove(state)
@@ -284,6 +318,7 @@ class EngineLoop:
         if self.parts.observers.active:
             self.parts.observers.notify(
                 "hotswap_request_finished", request=state, reason=reason.value, time=state.finished_at)
+        return handle
 
     def _deliver(self, state: RequestState, output: Any) -> None:
         try:

@@ -35,10 +35,11 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end",
+        "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end", "filling",
         "finish_reason", "finished_at", "first_scheduled_at", "first_token_at", "flying", "hands_over", "id",
         "kept_in_flight", "max_new", "on_worker", "preemptions", "priority", "prompt_length", "prompt_logprobs",
-        "ready", "request", "reusable", "sequence", "sink", "status", "stop_ids", "tenant", "told", "tokens", "verified",
+        "ready", "request", "reusable", "sequence", "sink", "status", "stop_ids", "tenant", "told", "tokens",
+        "verified",
     )
 
     def __init__(self, request: Request, sink: OutputSink, arrival: float, sequence: int, max_new: int) -> None:
@@ -59,6 +60,7 @@ class RequestState:
         self.ready = self.draft_limit = self.reusable = self.preemptions = self.kept_in_flight = 0
         self.flying: deque[FlyingRow] = deque()
         self.on_worker = False
+        self.filling: str | None = None  # the transfer that brings tokens into its pages; it cannot step before
         self.cached_tokens: int | None = None
         self.first_scheduled_at: float | None = None
         self.first_token_at: float | None = None
@@ -95,7 +97,7 @@ class RequestState:
         """
         known = len(self.tokens)
         left = self.end - known - self.kept_in_flight
-        if left <= 0 or (self.flying and not chained):
+        if left <= 0 or (self.flying and not chained) or self.filling is not None:
             self.ready = 0
             return 0
         self.ready = ready = 1 if self.kept_in_flight else known - self.computed

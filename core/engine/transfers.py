@@ -41,7 +41,8 @@ class Transfers:
         if not self.reuses:
             return None
         assert self.component is not None
-        attachment = self.component.attach(state.request, grant, match.cached, match.cached + match.pending)
+        attachment = self.component.attach(
+            state.request, state.tokens, grant, match.cached, match.cached + match.pending)
         if attachment.fence is not None:
             self.filling[attachment.fence], state.filling = state, attachment.fence
         return attachment

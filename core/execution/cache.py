@@ -1,12 +1,13 @@
 """The cache's tensors: one pair a layer, laid out as the attention backend asked, under the tables of its group."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
+from hotswap.core.interfaces.kv_transfer import AxisShard, CachePages, GroupPages, LayerPages, TransferWorker
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec, Grant
 from hotswap.core.interfaces.layout import BatchLayout
 
@@ -27,6 +28,8 @@ class PagedCache:
         self._states: dict[str, Any] = {}
         self._layers: dict[int, _Layer] = {}
         self._groups = {spec.group: spec.layers for spec in specs}
+        self._plan, self._limits = plan, limits
+        self._transfer: TransferWorker | None = None
         for spec in specs:
             share, shape = plan.groups[spec.group], shapes[spec.group]
             bounded = replace(limits, max_pages_per_row=-(-max_tokens // share.page_size))
@@ -38,6 +41,21 @@ class PagedCache:
     def num_bytes(self) -> int:
         """Of keys and values."""
         return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer.cache)
+
+    def pages(self, kv_heads: Mapping[str, AxisShard]) -> CachePages:
+        """For a KV transfer: the tensors themselves. ``kv_heads``: per group, which of its heads are here."""
+        groups = {
+            group: GroupPages(
+                group, self._plan.groups[group].page_size, self._plan.groups[group].num_pages,
+                self._backend.page_axes(), kv_heads[group],
+                tuple(LayerPages(layer, self._layers[layer].cache) for layer in layers))
+            for group, layers in self._groups.items()
+        }
+        return CachePages(groups, self._limits.device, self._limits.dtype)
+
+    def watch_layers(self, transfer: TransferWorker) -> None:
+        """Tell ``transfer`` before and after each layer."""
+        self._transfer = transfer
 
     def copy_pages(self, grant: Grant) -> None:
         """Carry out the grant's copies; within one grant every source is read before any target is written."""
@@ -58,5 +76,10 @@ class PagedCache:
         """q [T, H, D], k and v [T, K, D] -> [T, H, D]; see ``Attend``."""
         state, cache = self._layers[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._backend.run(state, q, k, v, cache, out)
+        if self._transfer is None:
+            self._backend.run(state, q, k, v, cache, out)
+        else:
+            self._transfer.before_layer(layer)
+            self._backend.run(state, q, k, v, cache, out)
+            self._transfer.after_layer(layer)
         return out

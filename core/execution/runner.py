@@ -23,14 +23,18 @@ from hotswap.core.execution.graphs import StepGraphs
 from hotswap.core.execution.layout import IntArray, batch_layout, token_positions
 from hotswap.core.execution.logprobs import prompt_logprobs
 from hotswap.core.execution.speculation import Proposal, Speculation
+from hotswap.core.interfaces.kv_transfer import TransferWorker
 from hotswap.core.interfaces.messages import NewRequest, RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.model import Model
-from hotswap.core.interfaces.scheduler import Row
+from hotswap.core.interfaces.scheduler import Row, SuspendMode
 from hotswap.core.interfaces.speculator import ObservedRow, ProposeRow
 from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 from hotswap.core.request import TokenLogprob
 
 logger = logging.getLogger(__name__)
+
+TRANSFER_WAIT_S = 0.005
+"""How long an empty step may wait for a transfer: short, since the next request waits behind it."""
 
 
 @dataclass
@@ -62,7 +66,7 @@ class ModelRunner:
     def __init__(
         self, model: Model, cache: PagedCache, table: RequestTable, speculation: Speculation,
         chooser: TokenChooser, device: str, clock: Callable[[], float], mesh: Mesh = LOCAL_MESH,
-        hidden: tuple[int, torch.dtype] = (0, torch.float32),
+        hidden: tuple[int, torch.dtype] = (0, torch.float32), transfer: TransferWorker | None = None,
     ) -> None:
         self._model, self._device = model, device
         self._groups = tuple(spec.group for spec in model.cache_specs())
@@ -73,7 +77,7 @@ class ModelRunner:
         self._drafted: dict[str, int] = {}
         self._cache, self._table = cache, table
         self._speculation = speculation
-        self._chooser = chooser
+        self._chooser, self._transfer = chooser, transfer
         self._clock = clock
         self.graphs: StepGraphs | None = None
         """Captured steps, once there are any: set by the worker."""
@@ -87,6 +91,8 @@ class ModelRunner:
             self._hear(message.news)
             gone = self._change_tables(message, verdict)
             self._tell(gone, message.new)
+            if self._transfer is not None and message.transfer is not None:
+                self._begin_transfers(self._transfer, message)
             verdict.durations["prepare"] = self._clock() - begun
             if message.rows:
                 self._run_rows(message.rows, verdict)
@@ -99,7 +105,23 @@ class ModelRunner:
             logger.exception("step %d failed: %s", message.step_id, verdict.error)
             # A row of theirs may be in flight already; it must not run on what this step left behind.
             self._table.fail((row.request for row in message.rows), verdict.error)
+        if self._transfer is not None:
+            self._end_transfers(self._transfer, message, verdict)
         return verdict
+
+    def _begin_transfers(self, transfer: TransferWorker, message: StepMessage) -> None:
+        try:
+            transfer.begin(message.transfer)
+        except Exception as error:
+            # It may be the pages of any request that starts here that have not been filled.
+            self._table.fail((resume.request for resume in message.resumes), blame(error))
+            raise
+
+    def _end_transfers(self, transfer: TransferWorker, message: StepMessage, verdict: Verdict) -> None:
+        """An empty step was sent to hear of a transfer's end: it may wait for one."""
+        transfer.end()
+        empty = not (message.rows or message.has_operations)
+        verdict.finished_transfers = transfer.report(TRANSFER_WAIT_S if empty else 0.0)
 
     def _hear(self, news: Sequence[tuple[str, list[int]]]) -> None:
         """The last stage has kept these tokens: what was computed of drafts before them counts now."""
@@ -120,10 +142,11 @@ class ModelRunner:
     def _change_tables(self, message: StepMessage, verdict: Verdict) -> list[str]:
         """Everything that the message changes, in its order; returns who is gone. No plugin runs in here: were one to
         raise, grants would be lost that the host relies on."""
-        for request, _ in message.suspensions:
-            # Its pages are not saved elsewhere, so that it is forgotten and comes again as new.
+        for request, mode in message.suspensions:
+            # Even where its pages are saved elsewhere it is forgotten, and comes again as new.
             if self._table.get(request) is not None:
-                verdict.suspended.append(Suspended(request, self._table.lengths(request)))
+                lengths = self._table.lengths(request)
+                verdict.suspended.append(Suspended(request, lengths, mode is SuspendMode.SWAP))
         leaving = [*(request for request, _ in message.suspensions), *message.drops]
         gone = [request for request in leaving if self._table.remove(request)]
         for new in message.new:

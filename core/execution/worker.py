@@ -20,7 +20,8 @@ from hotswap.core.execution.speculation import Speculation, SpeculatorCache
 from hotswap.core.execution.static import GraphKey
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
 from hotswap.core.interfaces.component import Component, ComponentRef
-from hotswap.core.interfaces.kvcache import CachePlan
+from hotswap.core.interfaces.kv_transfer import AxisShard, KVTransfer, TransferWorker
+from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import Model, ModelFacts
@@ -102,6 +103,7 @@ class WorkerBuilder:
     settings: WorkerSettings
     clock: Callable[[], float] | None = None
     loading: LoadOnce = field(default_factory=LoadOnce)
+    transfer: KVTransfer | None = None
 
     def __call__(self, plan: RankPlan, rank: int, mesh: Mesh | None = None) -> "ModelWorker":
         mesh, model = mesh or LOCAL_MESH, self.model
@@ -115,7 +117,8 @@ class WorkerBuilder:
         self.loading.build(lambda: self._build(mesh, settings))
         worker = ModelWorker(  # before the weights, since a speculator may refuse the target
             model, model.facts(self.checkpoint.config), self.attention, self.speculator, self.processors, settings,
-            self.clock or SystemClock().now, mesh, rank, self.checkpoint)
+            self.clock or SystemClock().now, mesh, rank, self.checkpoint,
+            self.transfer.worker() if self.transfer is not None else None)
         worker.loaded(self.loading.load(self._load))
         return worker
 
@@ -131,7 +134,7 @@ class WorkerBuilder:
     def recipe(self) -> WorkerRecipe:
         parts: dict[str, Component | Sequence[Component]] = {
             "model": self.model, "attention": self.attention, "speculator": self.speculator,
-            "processors": self.processors}
+            "processors": self.processors, "transfer": [self.transfer] if self.transfer is not None else []}
         refs = {
             name: [item.ref.model_dump() for item in part] if isinstance(part, Sequence) else part.ref.model_dump()
             for name, part in parts.items()}
@@ -153,7 +156,8 @@ def builder_from(arguments: Mapping[str, Any]) -> WorkerBuilder:
     return WorkerBuilder(
         open_checkpoint(arguments["checkpoint"], progress=False), build("model", parts["model"]),
         build("attention", parts["attention"]), build("speculator", parts["speculator"]),
-        [build("logits_processor", ref) for ref in parts["processors"]], WorkerSettings(**arguments["settings"]))
+        [build("logits_processor", ref) for ref in parts["processors"]], WorkerSettings(**arguments["settings"]),
+        transfer=next((build("kv_transfer", ref) for ref in parts["transfer"]), None))
 
 
 class ModelWorker:
@@ -163,9 +167,10 @@ class ModelWorker:
         self, model: Model, facts: ModelFacts, attention: AttentionBackend, speculator: Speculator,
         processors: Sequence[LogitsProcessor], settings: WorkerSettings, clock: Callable[[], float],
         mesh: Mesh = LOCAL_MESH, rank: int = 0, checkpoint: "Checkpoint | None" = None,
+        transfer: TransferWorker | None = None,
     ) -> None:
         self._model, self._facts, self._attention = model, facts, attention
-        self._settings, self._clock = settings, clock
+        self._settings, self._clock, self._transfer = settings, clock, transfer
         self._mesh, self._rank, self._weight_bytes, self._kv_bytes = mesh, rank, 0, 0
         self._graph_device = capturing_device(settings.device) if settings.graphs else None
         self._chooser = TokenChooser(
@@ -208,13 +213,17 @@ class ModelWorker:
             dtype=settings.dtype)
         specs, own = [*self._model.cache_specs(), *needs.cache_specs], [spec.group for spec in needs.cache_specs]
         cache = PagedCache(self._attention, specs, shapes, plan, limits, max_tokens)
+        if self._transfer is not None:
+            self._transfer.register(cache.pages({spec.group: self._kv_heads(spec) for spec in specs}), plan.transfer)
+            if self._transfer.layerwise:
+                cache.watch_layers(self._transfer)
         self._kv_bytes = cache.num_bytes
         table = RequestTable(plan, settings.max_running, max_tokens, lagging=own)
         self._own_cache.attach(own, table, cache)
         speculation = Speculation(self._speculator, self._facts.vocab_size, self._mesh.is_first)
         self._runner = ModelRunner(
             self._model, cache, table, speculation, self._chooser, settings.device, self._clock, self._mesh,
-            (self._facts.hidden_size, getattr(torch, settings.dtype)))
+            (self._facts.hidden_size, getattr(torch, settings.dtype)), self._transfer)
         if self._graph_device is not None:
             self._capture(self._runner, self._graph_device, table, cache, shapes)
 
@@ -250,6 +259,16 @@ class ModelWorker:
 
     def close(self) -> None:
         self._runner = None
+        if self._transfer is not None:
+            self._transfer.close()
+
+    def _kv_heads(self, spec: CacheSpec) -> AxisShard:
+        """Which of a group's heads are here; of a group that is not sharded, all."""
+        total = self._facts.axes.get("kv_heads", spec.kv_heads)
+        shard = self._mesh.shard("kv_heads", total)
+        if shard.count != spec.kv_heads:
+            return AxisShard(0, spec.kv_heads, spec.kv_heads)
+        return AxisShard(shard.start, shard.count, total)
 
     def _free_bytes(self) -> int:
         """What is left for pages: a share of the free memory, less what a step's activations and logits take."""

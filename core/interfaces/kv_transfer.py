@@ -111,9 +111,13 @@ class KVTransfer(Component):
         """
 
     @abstractmethod
-    def attach(self, request: Request, table: Grant, cached: int, upto: int) -> Attachment:
-        """Fill the pages of ``table`` that hold tokens ``cached .. upto - 1``, the last ``lookup``'s answer. ``cached``
-        ends at a page. The pages belong to the request alone until the transfer has ended. Journaled."""
+    def attach(
+        self, request: Request, tokens: Sequence[int], table: Grant, cached: int, upto: int,
+    ) -> Attachment:
+        """The request starts: fill the pages of ``table`` that hold ``tokens[cached:upto]``; ``upto`` is the last
+        ``lookup``'s answer, or ``cached`` where there is nothing to bring. ``cached`` ends at a page. The pages belong
+        to the request alone until the transfer has ended. Journaled: what was kept for the request may be wanted again.
+        """
 
     def save(
         self, request: Request, tokens: Sequence[int], table: Grant, bound: int, mode: SuspendMode,

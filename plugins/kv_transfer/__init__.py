@@ -1,0 +1,1 @@
+"""KV transfers: pages to and from somewhere else."""
