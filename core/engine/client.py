@@ -72,7 +72,7 @@ class Engine:
         return int(self.call(self._reset))
 
     def _reset(self) -> int:
-        dropped = self.loop.parts.kv.reset()
+        dropped = self.loop.parts.kv.reset() + self.loop.transfers.reset()
         self.loop.tell_events()
         return dropped
 

@@ -10,13 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
+from hotswap.core.interfaces.kv_transfer import AxisShard, CachePages, GroupPages, LayerPages, TransferWorker
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec, GroupGrant
 from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.interfaces.parallel import Executor, RankPlan, Ticket, WorkerFactory, WorkerInfo
-from hotswap.core.interfaces.scheduler import Row
+from hotswap.core.interfaces.scheduler import Row, SuspendMode
 
-POISON = object()
+POISON = -1  # what Python's hash never is
 VOCAB_SIZE = 13
 
 
@@ -52,24 +55,26 @@ class FakeWorker:
     """Carries out step messages on toy requests. Follows the order of work of ``StepMessage`` to the letter.
 
     ``lookahead`` drafts are proposed a row; each is right with probability ``skill``. ``windows``: cache groups, with
-    the number of tokens a query sees there, None for all.
+    the number of tokens a query sees there, None for all. ``transfer``: a worker half, which sees the slots as tensors
+    [pages, page size] int64 and moves them like any keys and values.
     """
 
     def __init__(
         self, windows: dict[str, int | None] | None = None, *, lookahead: int = 0, skill: float = 0.6,
-        max_model_len: int = 1 << 20, seed: int = 0,
+        max_model_len: int = 1 << 20, seed: int = 0, transfer: TransferWorker | None = None,
     ) -> None:
+        self.transfer = transfer
         self.windows = windows or {"full": None}
         self.lookahead, self.skill, self.max_model_len = lookahead, skill, max_model_len
         self.rng = random.Random(seed)
         self.sequences: dict[str, _Sequence] = {}
-        self.memory: dict[str, dict[int, Any]] = {}
+        self.memory: dict[str, Any] = {}  # by group: a view of int64 slots that gives and takes plain numbers
         self.page_size: dict[str, int] = {}
         self.reads = self.drafted = self.accepted = 0
 
     def info(self) -> WorkerInfo:
         specs = tuple(
-            CacheSpec(group, (0,), 1, 1, 1, "window" if window else "full", window)
+            CacheSpec(group, (0,), 1, 1, 8, "window" if window else "full", window)
             for group, window in self.windows.items()
         )
         facts = ModelFacts("toy", 1, 1, VOCAB_SIZE, self.max_model_len)
@@ -77,7 +82,20 @@ class FakeWorker:
 
     def allocate(self, plan: CachePlan) -> None:
         self.page_size = {group: share.page_size for group, share in plan.groups.items()}
-        self.memory = {group: {} for group in plan.groups}
+        arrays = {
+            group: np.full(share.num_pages * share.page_size, POISON, np.int64) for group, share in plan.groups.items()}
+        self.memory = {group: memoryview(array) for group, array in arrays.items()}
+        if self.transfer is not None:
+            self.transfer.register(self._pages(plan, arrays), plan.transfer)
+
+    def _pages(self, plan: CachePlan, arrays: dict[str, Any]) -> CachePages:
+        import torch
+
+        return CachePages({
+            group: GroupPages(
+                group, share.page_size, share.num_pages, ("page", "token"), AxisShard(0, 1, 1),
+                (LayerPages(0, (torch.from_numpy(arrays[group]).view(share.num_pages, share.page_size),)),))
+            for group, share in plan.groups.items()}, "cpu", "int64")
 
     def close(self) -> None:
         self.sequences.clear()
@@ -89,9 +107,10 @@ class FakeWorker:
 
     def execute(self, message: StepMessage) -> Verdict:
         verdict = Verdict(message.step_id)
-        for request, _ in message.suspensions:
+        for request, mode in message.suspensions:
             length = self.sequences.pop(request).computed
-            verdict.suspended.append(Suspended(request, {group: length for group in self.windows}))
+            verdict.suspended.append(
+                Suspended(request, {group: length for group in self.windows}, mode is SuspendMode.SWAP))
         for request in message.drops:
             self.sequences.pop(request, None)
         for new in message.new:
@@ -101,8 +120,12 @@ class FakeWorker:
         for request, grant in message.grants:
             for group, change in grant.groups.items():
                 self._grant(self.sequences[request].tables, group, change)
+        if self.transfer is not None and message.transfer is not None:
+            self.transfer.begin(message.transfer)
         for row in message.rows:
             verdict.rows.append(self._row(row))
+        if self.transfer is not None:
+            verdict.finished_transfers = self.transfer.report(0.0)
         return verdict
 
     def _grant(self, tables: dict[str, dict[int, int]], group: str, change: GroupGrant) -> None:
@@ -112,7 +135,7 @@ class FakeWorker:
         tables[group] = table
         for source, target in change.copies:
             for offset in range(size):
-                memory[target * size + offset] = memory.get(source * size + offset, POISON)
+                memory[target * size + offset] = memory[source * size + offset]
 
     def _row(self, row: Row) -> RowVerdict:
         sequence = self.sequences[row.request]
@@ -156,10 +179,10 @@ class FakeWorker:
                 memory[table[position // size] * size + position % size] = digests[position]
             first = max(0, begin - window + 1) if window else 0
             for position in range(first, len(tokens)):
-                held = memory.get(table[position // size] * size + position % size)
+                held = memory[table[position // size] * size + position % size]
                 self.reads += 1
                 if held != digests[position]:
-                    what = "a poisoned page" if held is POISON else "another history"
+                    what = "a poisoned page" if held == POISON else "another history"
                     raise CacheCorruption(f"{request} reads {what} at position {position} of group {group!r}")
 
 
@@ -176,6 +199,8 @@ class LateExecutor(Executor):
         self.queue: deque[StepMessage] = deque()
         self.verdicts: dict[Ticket, Verdict] = {}
         self.messages: list[StepMessage] = []
+        self.cached: dict[str, int] = {}
+        """Of requests whose pages a transfer fills: the tokens that lie in them already."""
 
     def launch(self, factory: WorkerFactory, plan: RankPlan) -> WorkerInfo:
         worker = factory(plan, 0)
@@ -190,7 +215,8 @@ class LateExecutor(Executor):
         computed = dict(message.resumes)
         for request, grant in message.grants:
             for group, change in grant.groups.items():
-                shared = -(-computed.get(request, 0) // self._device.page_size[group])
+                there = self.cached.get(request, computed.get(request, 0))
+                shared = -(-there // self._device.page_size[group])
                 begin = max(change.truncate_to, change.first_live)
                 for index, page in enumerate(change.pages):
                     if begin + index >= shared:

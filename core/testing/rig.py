@@ -2,13 +2,15 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hotswap.core.engine.clock import ManualClock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop, Parts
+from hotswap.core.engine.transfers import Transfers
 from hotswap.core.interfaces.component import ComponentRef
+from hotswap.core.interfaces.kv_transfer import KVTransfer, TransferLayout, TransferWorker
 from hotswap.core.interfaces.kvcache import CacheConstraints, KVCacheManager
 from hotswap.core.interfaces.parallel import RankPlan
 from hotswap.core.interfaces.scheduler import Scheduler
@@ -16,6 +18,7 @@ from hotswap.core.live import ObserverHub
 from hotswap.core.registry import Registry
 from hotswap.core.request import Request, RequestOutput, SamplingParams
 from hotswap.core.testing.fakes import FakeWorker, LateExecutor, continuation
+from hotswap.core.testing.watched import Watched
 
 REGISTRY = Registry()
 
@@ -71,17 +74,26 @@ def make_rig(
     num_pages: int = 64, page_size: int = 4, max_model_len: int = 128, max_batch_tokens: int = 64, max_running: int = 8,
     depth: int = 1, chained: bool = True, lookahead: int = 0, skill: float = 0.6, seed: int = 0,
     observers: ObserverHub | None = None, wrap_worker: Callable[[FakeWorker], FakeWorker] = lambda worker: worker,
+    transfer: KVTransfer | None = None,
+    wrap_transfer: Callable[[TransferWorker], TransferWorker] = lambda worker: worker,
 ) -> Rig:
+    """``transfer`` moves the fake's slots; ``wrap_transfer`` stands between it and its worker half."""
     scheduler = build("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     kv = build("kvcache", kv) if isinstance(kv, str) else kv
-    worker = wrap_worker(FakeWorker(windows, lookahead=lookahead, skill=skill, max_model_len=max_model_len, seed=seed))
-    executor = LateExecutor(seed)
+    mover = wrap_transfer(transfer.worker()) if transfer is not None else None
+    worker = wrap_worker(FakeWorker(
+        windows, lookahead=lookahead, skill=skill, max_model_len=max_model_len, seed=seed, transfer=mover))
+    executor, clock = LateExecutor(seed), ManualClock()
     info = executor.launch(lambda plan, rank: worker, RankPlan())
-    executor.allocate(kv.configure(info.cache_specs, 0, CacheConstraints(
-        max_model_len, max_running, page_size=page_size, num_pages=num_pages)))
-    clock = ManualClock()
+    plan = kv.configure(info.cache_specs, 0, CacheConstraints(
+        max_model_len, max_running, page_size=page_size, num_pages=num_pages))
+    if transfer is not None:
+        transfer = Watched(transfer, executor)
+        plan = replace(plan, transfer=transfer.configure(TransferLayout(info.cache_specs, plan, 1, clock.now)))
+    executor.allocate(plan)
     limits = Limits(max_batch_tokens, max_running, max_model_len, lookahead)
-    loop = EngineLoop(Parts(scheduler, kv, executor, observers or ObserverHub()), limits, clock, depth, chained)
+    loop = EngineLoop(Parts(scheduler, kv, executor, observers or ObserverHub()), limits, clock, depth, chained,
+        Transfers(transfer))
     return Rig(loop, worker, executor, clock, Client())
 
 
@@ -94,6 +106,11 @@ def assert_clean(rig: Rig) -> None:
     assert not rig.worker.sequences
     assert not rig.loop.pool.states
     assert not rig.loop.pool.running
+    transfer = rig.loop.transfers.component
+    if transfer is not None:
+        transfer.check()
+        assert not transfer.pending
+        assert not transfer.leaks()
 
 
 def expected(request: Request) -> list[int]:
