@@ -84,7 +84,7 @@ class FakeWorker:
         self.page_size = {group: share.page_size for group, share in plan.groups.items()}
         arrays = {
             group: np.full(share.num_pages * share.page_size, POISON, np.int64) for group, share in plan.groups.items()}
-        self.memory = {group: memoryview(array) for group, array in arrays.items()}
+        self.memory = {group: array.data for group, array in arrays.items()}
         if self.transfer is not None:
             self.transfer.register(self._pages(plan, arrays), plan.transfer)
 

@@ -46,7 +46,7 @@ class Restless(Wrapped):
         try:
             if self.rng.random() < 0.1 and ctx.running:
                 busy.suspend(self.rng.choice(ctx.running).id, reason="for no reason")
-            plan = self.inner.plan(busy)  # type: ignore[arg-type]  # it has what the inner scheduler uses
+            plan = self.inner.plan(busy)
         except PlantedError:
             self.failed = True
             self.seen["plans undone"] += 1
