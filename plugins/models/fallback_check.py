@@ -11,22 +11,26 @@ from hotswap.plugins.models.fallback_trace import TracedLayer
 if TYPE_CHECKING:
     from hotswap.plugins.models.fallback import TransformersModel
 
-_STEPS = ((4, 1), (2, 3))
-"""Tokens of two requests in each of two steps."""
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_HALF_TOLERANCE = 0.1
+_STEPS = ((2, 1), (1, 1), (1, 2), (1, 1))
+"""Tokens of two requests in each step; nearly every one stands beside a token of the other, or begins a step."""
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
+"""In half precision a token may drift far by rounding alone; most do not, and a fault reaches all but the first."""
 
 
 def check_against_eager(model: "TransformersModel") -> None:
-    """Two requests side by side in two steps must give what transformers gives for each of them alone and whole, with
+    """Two requests side by side in a few steps must give what transformers gives for each of them alone and whole, with
     the attention that it brings. Finds classes that ignore positions, keep a state between calls, or let the tokens of
     a batch see each other. ConfigError.
     """
-    ids = [torch.arange(1, 1 + sum(counts)) % model.trace.vocab_size for counts in zip(*_STEPS, strict=True)]
+    anything = torch.Generator().manual_seed(0)
+    lengths = [sum(counts) for counts in zip(*_STEPS, strict=True)]
+    ids = [torch.randint(model.trace.vocab_size, (length,), generator=anything) for length in lengths]
     with torch.inference_mode():
         ours, theirs = torch.cat(_ours(model, ids)), torch.cat([_theirs(model, row) for row in ids])
-    error = float((ours - theirs).norm() / theirs.norm())
-    if not error <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):  # a NaN, too
+    errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    half = model.dtype.itemsize < 4
+    error = float(errors.median() if half else errors.max())
+    if not error <= (_HALF_TOLERANCE if half else _TOLERANCE):  # a NaN, too
         raise ConfigError(
             f"the transformers fallback cannot run {type(model.lm).__name__}: hidden states of two requests in one "
             f"batch differ from those of transformers alone by {error:.1e} of their size. Its code may ignore "

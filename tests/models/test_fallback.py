@@ -216,19 +216,20 @@ def state_kept(forward):
 def tokens_mixed(forward):
     def planted(self, *args, **kwargs):
         out = forward(self, *args, **kwargs)
-        out.last_hidden_state = out.last_hidden_state + 0.1 * out.last_hidden_state.roll(1, 1)
+        out.last_hidden_state = out.last_hidden_state + 0.2 * out.last_hidden_state.roll(1, 1)
         return out
 
     return planted
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", [positions_ignored, state_kept, tokens_mixed])
-def test_a_class_that_does_not_keep_requests_apart_is_found_at_the_start(fault, make, load, monkeypatch):
-    _, directory = make("Olmo")
-    load(directory)
+def test_a_class_that_does_not_keep_requests_apart_is_found_at_the_start(fault, dtype, make, load, monkeypatch):
+    _, directory = make("Olmo", initializer_range=0.15)
+    load(directory, dtype)
     monkeypatch.setattr(transformers.OlmoModel, "forward", fault(transformers.OlmoModel.forward))
     with pytest.raises(ConfigError, match="differ from those of transformers alone"):
-        load(directory)
+        load(directory, dtype)
 
 
 def test_two_models_in_one_process_do_not_meet(make, load, reference, ids):
