@@ -281,7 +281,7 @@ class ModelWorker:
         """Of a step's activations, about."""
         facts = self._facts
         itemsize: int = getattr(torch, self._settings.dtype).itemsize
-        return (8 * facts.hidden_size + 3 * facts.axes.get("mlp", 4 * facts.hidden_size)) * itemsize
+        return (8 * facts.hidden_size + (facts.mlp_width or 12 * facts.hidden_size)) * itemsize
 
     def _graph_bytes(self) -> int:
         return reserve_bytes(self._settings.graphs, self._facts.num_layers, self._bytes_per_token())

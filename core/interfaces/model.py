@@ -30,7 +30,8 @@ class ModelFacts:
     between calls; engines that run in one process then share the model, and its weights are loaded once.
 
     ``layer_costs`` and ``head_cost``: weights that a token is multiplied with in each layer and in the output head, by
-    which stages of a pipeline are balanced. Empty: all layers are alike.
+    which stages of a pipeline are balanced. Empty: all layers are alike. ``mlp_width``: values a token that the widest
+    MLP holds at a time, for the estimate of a step's memory; 0: not said.
     """
 
     architecture: str
@@ -42,6 +43,7 @@ class ModelFacts:
     concurrent: bool = False
     layer_costs: tuple[int, ...] = ()
     head_cost: int = 0
+    mlp_width: int = 0
 
 
 class Attend(Protocol):

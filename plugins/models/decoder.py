@@ -26,8 +26,8 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
 class DecoderModel(Model):
-    """For checkpoints of the Llama, Mistral, Qwen2 and Qwen3 families (Touvron et al., 2023; Jiang et al., 2023;
-    Yang et al., 2024 and 2025), with full or sliding-window attention."""
+    """For checkpoints of the Llama, Mistral, Mixtral, Qwen2 and Qwen3 families (Touvron et al., 2023; Jiang et al.,
+    2023 and 2024; Yang et al., 2024 and 2025), with full or sliding-window attention."""
 
     capturable = True
     config: DecoderConfig
@@ -44,7 +44,7 @@ class DecoderModel(Model):
         return ModelFacts(
             c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes,
             concurrent=not sparse,  # experts count their tokens
-            layer_costs=c.layer_costs, head_cost=c.vocab_size * c.hidden_size)
+            layer_costs=c.layer_costs, head_cost=c.vocab_size * c.hidden_size, mlp_width=c.mlp_width)
 
     def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
         self.config = c = DecoderConfig.from_hf(config)

@@ -127,6 +127,15 @@ class DecoderConfig:
         layers = self.experts.layers if self.experts is not None else ()
         return tuple(attention + (sparse if layer in layers else dense) for layer in range(self.num_layers))
 
+    @property
+    def mlp_width(self) -> int:
+        """Values a token that the widest MLP holds at a time: gate, up and their product; with experts those of each
+        that works on it, and its row as it goes in and comes out, sorted and not."""
+        e = self.experts
+        sparse = 3 * e.top_k * (e.size + self.hidden_size) if e is not None and e.layers else 0
+        dense = 3 * self.mlp_size if e is None or len(e.layers) < self.num_layers else 0
+        return max(sparse, dense)
+
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "DecoderConfig":
         """ConfigError names the key of what is missing, contradictory or not supported."""

@@ -25,9 +25,6 @@ from hotswap.plugins.models.fallback_trace import BUILDING, TracedLayer, resolve
 ATTENTION = "hotswap"
 """Our name in transformers' table of attention functions. It has none in the table of masks, so that none is made."""
 
-_AXES = ("heads", "kv_heads", "mlp", "vocab", "layers")
-_DIVISIBLE = 720_720  # by every size up to 16
-
 
 class TransformersModel(Model):
     """The fallback for architectures that have no component of their own: transformers builds the model and calls our
@@ -48,10 +45,10 @@ class TransformersModel(Model):
         return Description(offers=frozenset({"any_architecture"}))
 
     def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
-        if cut := [axis for axis in _AXES if mesh.shard(axis, _DIVISIBLE).count < _DIVISIBLE]:
+        if not mesh.alone:
             raise ConfigError(
-                f"{self.label} runs whole on one device, and the strategies divide {', '.join(cut)}; leave them out or "
-                "choose a model that has a component of its own", "parallel")
+                f"{self.label} runs whole on one device; leave out the strategies that divide a model, or choose one "
+                "that has a component of its own", "parallel")
         self.config, self.dtype, self.device = config, dtype, device
         self.trace = trace(config)
         self.groups = _groups(self.trace.layers)

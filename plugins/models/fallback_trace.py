@@ -30,8 +30,6 @@ _UNDERSTOOD = {
     "dropout", "scaling", "softcap", "sliding_window", "is_causal", "position_ids", "cache_position", "return_dict",
 }
 """What an attention function may be given without anything being left out here, beside what is None or False."""
-_LENGTH_DEPENDENT = {"dynamic", "longrope"}
-"""Rope types whose angles, in transformers, depend on the longest text of a batch."""
 
 
 class TracedLayer(NamedTuple):
@@ -48,7 +46,8 @@ class TracedLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """``layers`` in the order in which they call attention. ``hidden_size``: the width of what the head reads."""
+    """``layers`` in the order in which they call attention. ``hidden_size``: the width of what the head reads.
+    ``max_position``: positions below it give what they would give in a batch of their own."""
 
     layers: tuple[TracedLayer, ...]
     hidden_size: int
@@ -114,11 +113,10 @@ def resolve(config: dict[str, Any]) -> tuple[Any, Any]:
         raise ConfigError(f"transformers does not take this config of {name}: {error}", "config") from error
     if hf_config.is_encoder_decoder or hf_config.get_text_config() is not hf_config:
         raise ConfigError(f"{name} is more than a decoder of text, which the fallback does not run", "architectures")
-    for kind in _rope_types(getattr(hf_config, "rope_parameters", None)):
-        if kind in _LENGTH_DEPENDENT:
-            raise ConfigError(
-                f"{name} with rope type {kind!r}: in transformers its angles depend on the longest text of a batch, so "
-                "that requests would change each other", "rope_parameters.rope_type")
+    if any(table.get("rope_type") == "dynamic" for table in _rope_tables(hf_config)):
+        raise ConfigError(
+            f"{name} with rope type 'dynamic': in transformers its angles depend on the longest text of a batch, so "
+            "that requests would change each other", "rope_parameters.rope_type")
     for flag in ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache"):
         if getattr(hf_config, flag, False):
             setattr(hf_config, flag, False)
@@ -132,21 +130,20 @@ def _causal_classes() -> set[str]:
     return names
 
 
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """Of one table, or of a table of tables by kind of layer."""
-    if isinstance(parameters, dict):
-        yield parameters.get("rope_type") or "default"
-        for value in parameters.values():
-            if isinstance(value, dict):
-                yield from _rope_types(value)
+def _rope_tables(hf_config: Any) -> list[dict[str, Any]]:
+    """One, or one for each kind of layer."""
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 
 
 def _max_position(hf_config: Any) -> int:
+    """With longrope the length of pretraining, since one longer text turns the angles of a whole batch."""
     value = getattr(hf_config, "max_position_embeddings", None)
     if not isinstance(value, int):
         raise ConfigError(
             f"max_position_embeddings is {value!r}, expected the number of positions", "max_position_embeddings")
-    return value
+    tables = [table for table in _rope_tables(hf_config) if table.get("rope_type") == "longrope"]
+    return min([value, *(int(table["original_max_position_embeddings"]) for table in tables)])
 
 
 @contextmanager

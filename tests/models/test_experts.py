@@ -222,6 +222,15 @@ def test_facts_name_the_axes_that_the_model_has(make_checkpoint):
     assert axes("Qwen3Moe", num_experts=6, mlp_only_layers=[0, 1, 2]) == {**common, "mlp": 96}
 
 
+def test_the_memory_of_a_step_is_that_of_its_widest_mlp():
+    def width(**change):
+        return DecoderModel.facts(VALID | {"intermediate_size": 96, "hidden_size": 16} | change).mlp_width
+
+    assert width(mlp_only_layers=[0]) == 3 * 96
+    assert width() == 3 * 2 * (8 + 16)
+    assert width(num_hidden_layers=2, decoder_sparse_step=2) == 3 * 96
+
+
 @pytest.mark.parametrize("drop", ["experts.3.w2.weight", "gate.weight"])
 def test_a_missing_expert_is_named(drop, make_checkpoint, reference):
     from safetensors.torch import load_file, save_file
