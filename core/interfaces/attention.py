@@ -21,10 +21,21 @@ class GraphLevel(IntEnum):
     ANY = 3
 
 
+PageLayout = tuple[str, ...]
+"""What the dimensions of a group's keys, and of its values, count; "page" comes first."""
+
+NHD: PageLayout = ("page", "token", "kv_heads", "head_dim")
+HND: PageLayout = ("page", "kv_heads", "token", "head_dim")
+"""A head's part of a page in one piece."""
+
+
 @dataclass(frozen=True)
 class AttentionSupport:
     """What the backend can do; None stands for any. Asked at start, so that no request meets an unsupported shape.
 
+    ``layouts``: those that another backend may share pages in, the preferred first; empty where its pages are its own.
+    ``clean_pages``: it reads a row's last page to its end, masked, and so needs numbers there and no NaN. It clears the
+    pages that it begins; a backend that begins pages for it must do so, too.
     ``rounding``: how much a request's result may depend on its neighbours in the batch (relative, float32).
     """
 
@@ -32,6 +43,8 @@ class AttentionSupport:
     dtypes: tuple[str, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
+    layouts: tuple[PageLayout, ...] = ()
+    clean_pages: bool = False
     windows: bool = True
     softcap: bool = True
     graph_level: GraphLevel = GraphLevel.NEVER
@@ -40,7 +53,8 @@ class AttentionSupport:
 
 @dataclass(frozen=True)
 class GroupShape:
-    """One cache group as its layers see it. ``scale`` multiplies q·k; ``softcap`` squashes the scores where set."""
+    """One cache group as its layers see it. ``scale`` multiplies q·k; ``softcap`` squashes the scores where set.
+    ``layout``: how its pages must lie, one of the backend's own; None leaves it to the backend."""
 
     heads: int
     kv_heads: int
@@ -49,6 +63,7 @@ class GroupShape:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    layout: PageLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -75,10 +90,11 @@ class AttentionBackend(Component):
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> "tuple[torch.Tensor, torch.Tensor]":
         """One layer's (keys, values), in the layout that this backend reads; the first dimension counts pages."""
 
-    def page_axes(self) -> tuple[str, ...]:
+    def page_axes(self) -> PageLayout:
         """What the dimensions of ``allocate``'s tensors count, "page" first: how a peer with another layout or tensor
         size finds its part. A dimension of several things has a name of its own, which no other layout shares."""
-        return ("page", "token", "kv_heads", "head_dim")
+        layouts = self.support().layouts
+        return layouts[0] if layouts else NHD
 
     @abstractmethod
     def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> Any:

@@ -12,9 +12,17 @@ import torch
 import torch.nn.functional as F
 
 from hotswap.core.execution.layout import IntArray
-from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GraphLevel, GroupShape
+from hotswap.core.interfaces.attention import (
+    HND,
+    AttentionBackend,
+    AttentionSupport,
+    BatchLimits,
+    GraphLevel,
+    GroupShape,
+)
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.layout import BatchLayout, GroupLayout
+from hotswap.plugins.attention.pages import begun_pages
 
 SHORT = 16
 """Rows of at most so many queries (decoding, verification) share one call; longer ones get calls of their own."""
@@ -127,7 +135,9 @@ class TorchAttention(AttentionBackend):
 
     def support(self) -> AttentionSupport:
         level = GraphLevel.UNIFORM if self.options.graphs else GraphLevel.NEVER
-        return AttentionSupport(dtypes=("float32", "bfloat16", "float16"), graph_level=level, rounding=1e-5)
+        return AttentionSupport(
+            dtypes=("float32", "bfloat16", "float16"), layouts=(HND,), clean_pages=True, graph_level=level,
+            rounding=1e-5)
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
         """Two tensors [pages, K, S, D], zeroed: uninitialised memory may hold NaN. A head's keys in a page are one
@@ -135,9 +145,6 @@ class TorchAttention(AttentionBackend):
         size = (num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
         dtype = getattr(torch, limits.dtype)
         return _zeros(size, dtype, limits.device), _zeros(size, dtype, limits.device)
-
-    def page_axes(self) -> tuple[str, ...]:
-        return ("page", "kv_heads", "token", "head_dim")
 
     def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> _State:
         return _State(group, shape, limits.device, getattr(torch, limits.dtype))
@@ -151,7 +158,7 @@ class TorchAttention(AttentionBackend):
         queries, lengths = np.asarray(layout.query_lens), np.asarray(layout.kv_lens_max)
         starts = np.concatenate(([0], np.cumsum(queries)[:-1]))
         state.slots = _vectors(pages.slots, state)
-        state.opened = _opened_pages(pages, queries, lengths)
+        state.opened = begun_pages(pages, queries, lengths)
         short = queries <= SHORT
         state.short = [
             _plan_short(
@@ -228,16 +235,6 @@ def _by_head(pages: torch.Tensor, state: _State) -> torch.Tensor:
     """Page ids [..., N] -> the blocks [..., N, K] of their heads, counted in blocks."""
     kv_heads = state.shape.kv_heads
     return pages[..., None].long() * kv_heads + torch.arange(kv_heads, device=pages.device)
-
-
-def _opened_pages(pages: GroupLayout, queries: IntArray, lengths: IntArray) -> torch.Tensor | None:
-    """Ids of the pages in which a row ends that this step begins; None where there is none."""
-    last = (lengths - 1) // pages.page_size
-    rows = np.flatnonzero((lengths - queries <= last * pages.page_size) & (lengths % pages.page_size > 0))
-    if not len(rows):
-        return None
-    index = torch.from_numpy(np.stack([rows, last[rows]])).to(pages.page_table.device)
-    return pages.page_table[index[0], index[1]].long()
 
 
 def _alike(rows: IntArray, queries: IntArray, lengths: IntArray, window: int | None) -> list[IntArray]:
