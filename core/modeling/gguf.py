@@ -96,20 +96,25 @@ class GGUFFile:
                 f"tensor {name!r} of {self.path} has shape {shape}, rows must be multiples of {block_values}")
         return cast(int, prod(shape) // block_values * block_bytes)
 
-    def dequantize(self, name: str) -> "np.ndarray[Any, Any]":
-        """The values of a tensor as float32, in a new array of its shape."""
+    def dequantize(self, name: str, index: int | None = None) -> "np.ndarray[Any, Any]":
+        """The values of a tensor as float32, in a new array of its shape; or only those at ``index`` of its first axis.
+        """
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
-        raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+        shape, num_bytes, offset = tensor.shape, tensor.num_bytes, tensor.offset
+        if index is not None:
+            num_bytes //= shape[0]
+            shape, offset = shape[1:], offset + index * num_bytes
+        raw = np.frombuffer(self._map, np.uint8, num_bytes, offset)
         kind = GGMLQuantizationType(tensor.type)
         try:
             if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
                 raw = raw.view(np.float32 if kind == GGMLQuantizationType.F32 else np.float16)
-                return raw.astype(np.float32).reshape(tensor.shape)
-            rows = raw.reshape(*tensor.shape[:-1], -1)
-            return np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32).reshape(tensor.shape)
+                return raw.astype(np.float32).reshape(shape)
+            rows = raw.reshape(*shape[:-1], -1)
+            return np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32).reshape(shape)
         except NotImplementedError as error:
             raise ModelLoadError(
                 f"tensor {name!r} of {self.path} is stored as {kind.name}, which cannot be read") from error

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 from hotswap.core.errors import ConfigError, ModelLoadError
 from hotswap.core.modeling.gguf import GGUFFile
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""llama.cpp's architectures (its "llama" covers Mistral) and the class that Hugging Face's configs name."""
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""llama.cpp's architectures (its "llama" covers Mistral and Mixtral) and the class that Hugging Face's configs name."""
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -19,15 +22,22 @@ _INNER = {
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }
+_EXPERTS = {
+    "llama": ("block_sparse_moe", {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}),
+    "qwen3moe": ("mlp", {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}),
+}
+"""Where the experts, of which llama.cpp stacks one tensor a layer, are in Hugging Face's checkpoints."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3's scaled frequencies, stored as one divisor per frequency; becomes part of the config."""
 
 
 class TensorSource(NamedTuple):
-    """``heads`` is set where llama.cpp interleaved the two halves of each head's rows for its own rotary order."""
+    """``heads`` is set where llama.cpp interleaved the two halves of each head's rows for its own rotary order;
+    ``index`` where the tensor is one of those that llama.cpp stacks."""
 
     gguf_name: str
     heads: int | None = None
+    index: int | None = None
 
 
 def check_pre_tokenizer(file: GGUFFile) -> str | None:
@@ -64,9 +74,12 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     for name in ("attention.value_length", "rope.dimension_count"):
         if field(name, head_dim) != head_dim:
             raise ConfigError(f"{file.path} has {name} {field(name)}, supported is the head size {head_dim} alone")
-    window = field("attention.sliding_window", None)
+    window, experts = field("attention.sliding_window", None), field("expert_count", None)
+    name = ARCHITECTURES[architecture]
+    if architecture == "llama":
+        name = "MixtralForCausalLM" if experts else "MistralForCausalLM" if window else name
     config = {
-        "architectures": ["MistralForCausalLM" if architecture == "llama" and window else ARCHITECTURES[architecture]],
+        "architectures": [name],
         "hidden_size": hidden_size,
         "intermediate_size": field("feed_forward_length"),
         "num_hidden_layers": field("block_count"),
@@ -83,6 +96,12 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_ids(metadata),
     }
+    if experts:
+        config |= {
+            "num_local_experts": experts, "num_experts_per_tok": field("expert_used_count"),
+            "moe_intermediate_size": field("expert_feed_forward_length", config["intermediate_size"]),
+            "norm_topk_prob": field("expert_weights_norm", True),
+        }
     if window:
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     return config
@@ -90,14 +109,34 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 
 def tensor_sources(file: GGUFFile, config: dict[str, Any]) -> dict[str, TensorSource]:
     """By Hugging Face's name, where each tensor comes from. Names that are not known keep their own."""
-    permuted = file.metadata["general.architecture"] == "llama"
+    architecture = file.metadata["general.architecture"]
+    permuted = architecture == "llama"
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if permuted else {}
-    sources = {}
+    sources: dict[str, TensorSource] = {}
     for name in file.tensors:
         if name == ROPE_FACTORS:
             continue
+        if experts := _expert_sources(name, file.tensors[name].shape, architecture):
+            sources |= experts
+            continue
         sources[_hf_name(name)] = TensorSource(name, heads.get(name.split(".")[-2]) if "." in name else None)
     return sources
+
+
+def _expert_sources(name: str, shape: tuple[int, ...], architecture: str) -> dict[str, TensorSource]:
+    """By Hugging Face's name, the router or the experts that the tensor ``name`` holds; empty where it is neither."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match is None or architecture not in _EXPERTS:
+        return {}
+    (layer, part), (block, projections) = match.groups(), _EXPERTS[architecture]
+    if part == "ffn_gate_inp":
+        return {f"model.layers.{layer}.{block}.gate.weight": TensorSource(name)}
+    if part not in projections:
+        return {}
+    return {
+        f"model.layers.{layer}.{block}.experts.{expert}.{projections[part]}.weight": TensorSource(name, index=expert)
+        for expert in range(shape[0])
+    }
 
 
 def _hf_name(name: str) -> str:

@@ -16,7 +16,9 @@ NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
 }
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # rows of whole blocks of 32
@@ -28,6 +30,18 @@ def gguf_name(name):
         _, _, layer, part = module.split(".", 3)
         return f"blk.{layer}.{NAMES[part]}.{kind}"
     return f"{NAMES[module]}.{kind}"
+
+
+def unfused(state):
+    """llama.cpp has gate and up of the experts in a tensor each."""
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}_proj.weight"), half.contiguous()
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", tensor
+        else:
+            yield name, tensor
 
 
 def write_gguf(path, model, architecture="llama", kind=GGMLQuantizationType.F32, vocabulary=None, **fields):
@@ -46,7 +60,7 @@ def write_gguf(path, model, architecture="llama", kind=GGMLQuantizationType.F32,
     for key, value in fields.items():
         getattr(writer, key)(value)
     (vocabulary or (lambda writer: None))(writer)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in unfused(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.numpy()
@@ -122,6 +136,23 @@ def test_each_architecture_has_its_own_row_order_and_biases(
     torch.testing.assert_close(
         reference.logits_of(reference.load_decoder(file), ids), reference.transformers_logits(theirs, ids),
         atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family, architecture, kind", [
+    ("Mixtral", "llama", "F32"), ("Qwen3Moe", "qwen3moe", "F32"), ("Qwen3Moe", "qwen3moe", "Q8_0"),
+])
+def test_experts_are_taken_out_of_their_stacks(
+        family, architecture, kind, make_checkpoint, reference, ids, tmp_path):
+    theirs, _ = make_checkpoint(
+        family, **WIDE, num_local_experts=5, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+    sizes = {"add_expert_count": 5, "add_expert_used_count": 2}
+    if architecture == "qwen3moe":
+        sizes["add_expert_feed_forward_length"] = 32
+    file = write_gguf(tmp_path / "m.gguf", theirs, architecture, GGMLQuantizationType[kind], **sizes)
+    ours, expected = reference.logits_of(reference.load_decoder(file), ids), reference.transformers_logits(theirs, ids)
+    if kind == "F32":
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+    assert torch.nn.functional.cosine_similarity(ours.flatten(), expected.flatten(), 0) > 0.99
 
 
 def test_llama3_frequencies_stored_as_divisors_equal_the_config(make_checkpoint, reference, ids, tmp_path):
