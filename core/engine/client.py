@@ -14,6 +14,9 @@ from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutpu
 
 logger = logging.getLogger(__name__)
 
+HEALTH_CHECK_S = 1.0
+"""How often an idle engine looks whether its workers live."""
+
 
 class Engine:
     """Implements ``EngineClient``. Commands are taken between two turns of the loop, so the loop needs no lock.
@@ -192,15 +195,17 @@ class Engine:
                 logger.exception("a command to the engine failed")
 
     def _rest(self) -> None:
-        """Nothing to do: sleep until a command comes, the scheduler wants to plan again, or the watchdog looks."""
+        """Nothing to do: sleep until a command comes, the scheduler wants to plan again, or it is time to look
+        whether all is well."""
         pool = self.loop.pool
         if pool.states and self._quiet_for() > self._watchdog_s and not self._reported_stall:
             self._reported_stall = True
             logger.error("no progress for %.0f s: %s", self._quiet_for(), pool.snapshot())
-        timeout = self._watchdog_s / 2 if pool.states else None
+        if problem := self.loop.parts.executor.health():
+            raise EngineStoppedError(problem)  # nobody waits for a step, and so nobody else would notice
+        timeout = min(self._watchdog_s / 2, HEALTH_CHECK_S)
         if (wakeup := self.loop.next_wakeup()) is not None:
-            left = max(0.0, wakeup - self.loop.clock.now())
-            timeout = left if timeout is None else min(timeout, left)
+            timeout = min(timeout, max(0.0, wakeup - self.loop.clock.now()))
         with self._lock:
             if not pool.states and not self._commands:
                 self._reported_stall = False

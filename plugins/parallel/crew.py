@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from hotswap.core.errors import ConfigError, EngineStoppedError
@@ -77,7 +77,7 @@ class Crew:
             if self.problem is None:
                 self._channels[rank].send(kind, payload)
         except ChannelClosedError as error:
-            self._fail(f"rank {rank} is gone: {self._end_of(rank) or error}")
+            self._fail(self._lost(rank, error))
         if self.problem is not None:
             raise EngineStoppedError(self.problem)
 
@@ -163,10 +163,16 @@ class Crew:
                 else:
                     self._answers[rank].put(frame)
         except ChannelClosedError as error:
-            self._fail(f"rank {rank} {self._end_of(rank) or f'is gone: {error}'}")
+            self._fail(self._lost(rank, error))
 
-    def _end_of(self, rank: int) -> str | None:
-        return self._launcher.ended().get(rank)
+    def _lost(self, rank: int, error: Exception) -> str:
+        """Why a rank hung up. Its socket closes a moment before the system says how the process ended."""
+        end = None
+        for _ in range(int(_LAST_WORDS_S / _POLL_S)):
+            if self.problem is not None or (end := self._launcher.ended().get(rank)) is not None:
+                break
+            Event().wait(_POLL_S)
+        return f"rank {rank} {end or f'is gone: {error}'}"
 
     def _fail(self, problem: str) -> None:
         with self._lock:

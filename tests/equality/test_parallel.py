@@ -1,0 +1,202 @@
+"""Sharded engines, each a process a rank, against transformers: the same tokens as on one device, whatever else is
+switched on, and collectives as often and as large as the count on paper says."""
+
+import random
+
+import pytest
+import torch
+
+CHUNKED = {"use": "chunked", "max_chunk": 7}
+NGRAM = {"use": "ngram", "min_n": 1, "max_n": 2, "max_draft": 3}
+TOKENS = 14
+
+
+@pytest.fixture(scope="session")
+def odd(tmp_path_factory, tiny):
+    """Sizes that no number of ranks divides: 161 tokens, an MLP of 129; 5 layers, tied embeddings, 4 heads over 2."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(11)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=161, hidden_size=64, intermediate_size=129, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=1)).eval()
+    path = tmp_path_factory.mktemp("odd-llama")
+    model.save_pretrained(path)
+    return type(tiny)(path, type(tiny.reference)(model))
+
+
+def repeating(model, seed=3):
+    """Prompts that repeat themselves, so that copied drafts are proposed and some are kept."""
+    rng = random.Random(seed)
+    prompts = []
+    for length in (6, 9, 4):
+        unit = model.prompt(length, rng)
+        prompts.append(unit * 4)
+    return prompts
+
+
+def sizes(parallel):
+    """Ranks and stages."""
+    stages = next((part["size"] for part in parallel if part["use"] == "pipeline"), 1)
+    tensor = next((part["size"] for part in parallel if part["use"] == "tensor"), 1)
+    return tensor * stages, stages, tensor
+
+
+def reports(engine):
+    return engine.built.engine.call(engine.built.engine.loop.parts.executor.report)
+
+
+SHARDINGS = [
+    pytest.param([{"use": "tensor", "size": 2}], id="tensor2"),
+    pytest.param([{"use": "tensor", "size": 4}], id="tensor4, heads replicated"),
+    pytest.param([{"use": "pipeline", "size": 3}], id="pipeline3"),
+    pytest.param([{"use": "pipeline", "size": 2}, {"use": "tensor", "size": 2}], id="pipeline2 over tensor2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", SHARDINGS)
+def test_ranks_equal_one_device_with_everything_switched_on(run, book, odd, parallel):
+    """Chunks, prefix hits, preemption, two or more steps in flight and drafts, all in one run."""
+    config = odd.config(CHUNKED, "prefix", NGRAM, 2, parallel=parallel)
+    if sizes(parallel)[1] > 1:
+        del config["execution"]["depth"]
+    engine = run(config)
+    prompts = odd.prompts() + repeating(odd)
+    for prompt, output in zip(prompts, engine.generate(prompts, TOKENS), strict=True):
+        book.compare(odd.reference, prompt, output)
+    ranks, stages, _ = sizes(parallel)
+    seen, loop = engine.seen, engine.built.engine.loop
+    assert loop.max_depth_seen == max(2, stages)
+    assert seen["suspensions"] and seen["cut prompts"] and seen["cached tokens"] and seen["mixed steps"]
+    assert seen["accepted"] and seen["rejected"]
+    found = reports(engine)
+    assert [report.rank for report in found] == list(range(ranks))
+    engine.assert_clean()
+
+
+@pytest.mark.slow
+def test_collectives_and_bytes_are_as_many_as_on_paper(run, odd):
+    """pipeline(2) > tensor(2). Without drafts, in a step of T tokens and N sampling rows: the embedding ends in one
+    all-reduce on the first stage, each layer in two; N rows of half the vocabulary, padded, are gathered on the last.
+    Weights and pages follow from the sizes alone."""
+    engine = run(odd.config("chunked", "prefix", "none", 1, parallel=[
+        {"use": "pipeline", "size": 2, "layers": [3, 2]}, {"use": "tensor", "size": 2}]))
+    engine.generate([odd.prompt(9, random.Random(1))], 4)
+    steps, tokens = 4, 9 + 3
+    hidden, vocab = 64 * 4, 81 * 4  # bytes of a token's hidden state, and of half its logits
+    share = 8 * 3  # accepted, length, token
+    first = {"reduce tensor": (steps * 7, tokens * 7 * hidden), "pass on": (steps, tokens * hidden)}
+    last = {
+        "receive": (steps, tokens * hidden), "reduce tensor": (steps * 4, tokens * 4 * hidden),
+        "gather tensor": (steps, steps * vocab), "share": (steps, steps * share)}
+    found = reports(engine)
+    assert [report.collectives for report in found] == [first, first, last, last]
+    pages = engine.built.cache_plan.groups["full"].num_pages
+    for report in found:
+        stage, place = divmod(report.rank, 2)
+        mlp, vocab = (64, 65)[place], (80, 81)[place]
+        layers = 3 - stage
+        layer = 64 * (4 * 8 + 2 * 8 + 4 * 8) + 3 * 64 * mlp + 2 * 64  # q, k and v, o; gate, up and down; norms
+        assert report.weight_bytes == 4 * (layers * layer + vocab * 64 + (64 if stage else 0))
+        assert report.kv_bytes == pages * 4 * layers * 2 * 8 * 4  # a page is 4 tokens; keys and values of one head
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory, tiny):
+    """Six experts in one layer of two, two of them for each token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(5)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=160, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=False,
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=2, norm_topk_prob=True,
+        bos_token_id=0, eos_token_id=1)).eval()
+    path = tmp_path_factory.mktemp("tiny-experts")
+    model.save_pretrained(path)
+    return type(tiny)(path, type(tiny.reference)(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [
+    pytest.param([{"use": "tensor", "size": 2}], id="slices of all experts"),
+    pytest.param(["expert", {"use": "tensor", "size": 4}], id="whole experts")])
+def test_experts_over_the_ranks_of_tensor_equal_one_device(run, book, experts, parallel):
+    engine = run(experts.config(CHUNKED, "prefix", NGRAM, 2, parallel=parallel, num_blocks=34))
+    prompts = experts.prompts()
+    for prompt, output in zip(prompts, engine.generate(prompts, TOKENS), strict=True):
+        book.compare(experts.reference, prompt, output)
+    assert engine.seen["suspensions"] and engine.seen["cached tokens"] and engine.seen["cut prompts"]
+    found = [report.statistics["expert_load.1"] for report in reports(engine)]
+    if len(parallel) == 1:
+        assert [len(load) for load in found] == [6, 6]
+        assert found[0] == found[1] and sum(found[0]) > 0
+    else:
+        assert [len(load) for load in found] == [1, 2, 1, 2]
+        assert sum(map(sum, found)) % 2 == 0 and min(map(sum, found)) > 0
+    engine.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [
+    pytest.param([{"use": "tensor", "size": 2}], id="tensor2"),
+    pytest.param([{"use": "pipeline", "size": 2}], id="pipeline2")])
+def test_a_seed_gives_the_same_tokens_on_any_number_of_ranks(run, tiny, parallel):
+    """Random numbers are keyed by seed and position; processors and logprobs see the whole vocabulary."""
+    sampling = {
+        "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.4,
+        "logit_bias": {5: 2.0}, "min_tokens": 6, "logprobs": 3, "prompt_logprobs": 1}
+    requests = [{"prompt": prompt, "max_tokens": 12, **sampling} for prompt in tiny.prompts()]
+    answers = []
+    for layout in ([], parallel):
+        engine = run(tiny.config("chunked", "prefix", "none", 1, parallel=layout))
+        answers.append(engine.answer(*requests))
+        engine.built.engine.stop()
+    for alone, sharded in zip(*answers, strict=True):
+        assert alone.error is None and sharded.error is None
+        assert sharded.token_ids == alone.token_ids
+        assert [entry.token_id for entry in sharded.logprobs] == [entry.token_id for entry in alone.logprobs]
+        assert [entry.logprob for entry in sharded.logprobs] == pytest.approx(
+            [entry.logprob for entry in alone.logprobs], abs=1e-4)
+        assert [entry.logprob for entry in sharded.prompt_logprobs[1:]] == pytest.approx(
+            [entry.logprob for entry in alone.prompt_logprobs[1:]], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_eight_equal_decodes_over_two_stages_are_four_rows_a_step_and_two_steps_in_flight(run, tiny):
+    """GPipe's schedule, by a row limit and a depth alone: read from the decisions."""
+    from hotswap.core.hooks import Observer, hookimpl
+
+    class Decisions(Observer):
+        def __init__(self):
+            super().__init__()
+            self.widths, self.order = [], []
+
+        @hookimpl
+        def hotswap_step_planned(self, message):
+            self.widths.append([row.n_tokens for row in message.rows])
+            self.order.append(("planned", message.step_id))
+
+        @hookimpl
+        def hotswap_step_finished(self, verdict):
+            self.order.append(("finished", verdict.step_id))
+
+    config = tiny.config(
+        {"use": "chunked", "max_running": 8}, "prefix", "none", 1, parallel=[{"use": "pipeline", "size": 2}],
+        num_blocks=200)
+    del config["execution"]["depth"]
+    engine, decisions = run(config), Decisions()
+    engine.built.components.add(decisions)
+    engine.generate([tiny.prompt(5, random.Random(seed)) for seed in range(8)], 20)
+    decodes = [widths for widths in decisions.widths if set(widths) == {1}]
+    assert len(decodes) >= 30
+    assert [len(widths) for widths in decodes].count(4) >= 0.9 * len(decodes)
+    in_flight, most = 0, []
+    for event, _ in decisions.order:
+        in_flight += 1 if event == "planned" else -1
+        most.append(in_flight)
+    assert max(most) == 2
+    assert most.count(2) >= 0.8 * len(decodes)
+    assert engine.built.engine.loop.max_depth_seen == 2
