@@ -329,7 +329,10 @@ def _drafts(config: Config, lookahead: int) -> list[Problem]:
 
 def _not_taken(config: Config, attention: AttentionBackend) -> list[Problem]:
     """What the config says and the backend does not take. Left to the start: what "auto" is, and the model's shapes."""
-    support = attention.support()
+    try:
+        support = attention.support()
+    except ConfigError as error:  # what it needs is not here
+        return problems_of(error)
     device = config.device.partition(":")[0]
     given: list[tuple[str, Any, tuple[Any, ...] | None]] = [
         ("device", device, support.devices), ("dtype", config.dtype, support.dtypes),

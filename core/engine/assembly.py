@@ -146,6 +146,8 @@ class Assembly:
         config, parts = plan.config, plan.parts
         notes = self.notes if replica.index == 0 else []
         settings = WorkerSettings.choose(config, self._checkpoint, self._max_model_len, notes)
+        if note := parts.attention.support().note:
+            notes.append(f"attention: {note}")
         model = build_model(config, self._registry, self._checkpoint)
         keys = choose_keys(
             config, settings.device, parts.attention, model, parts.speculator.needs().lookahead, plan.ranks.world_size,

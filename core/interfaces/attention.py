@@ -37,6 +37,7 @@ class AttentionSupport:
     ``clean_pages``: it reads a row's last page to its end, masked, and so needs numbers there and no NaN. It clears the
     pages that it begins; a backend that begins pages for it must do so, too.
     ``rounding``: how much a request's result may depend on its neighbours in the batch (relative, float32).
+    ``note``: what the backend chose by itself, and why; printed at start.
     """
 
     devices: tuple[str, ...] | None = None
@@ -49,6 +50,7 @@ class AttentionSupport:
     softcap: bool = True
     graph_level: GraphLevel = GraphLevel.NEVER
     rounding: float = 1e-6
+    note: str = ""
 
 
 @dataclass(frozen=True)
