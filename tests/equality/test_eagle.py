@@ -169,6 +169,21 @@ def test_a_head_changes_no_token(
         assert seen["preempted"], "the pool should be too small for all"
 
 
+def test_a_cached_prefix_costs_no_acceptance(run: Any, tiny: Any, head: Any) -> None:
+    speculator = {"use": "eagle", "model": str(head[1]), "max_draft": 3}
+    engine = run(tiny.config("chunked", "prefix", speculator, 1, num_blocks=400))
+    accepted = []
+    for warm in (False, True):
+        before = engine.seen["accepted"]
+        for prompt in tiny.prompts()[2:4]:
+            engine.generate([prompt], MAX_TOKENS)
+        accepted.append(engine.seen["accepted"] - before)
+        assert bool(engine.seen["cached tokens"]) is warm
+    cold, warm_count = accepted
+    assert cold > 10
+    assert abs(warm_count - cold) <= 0.05 * cold
+
+
 @torch.no_grad()
 def test_drafts_are_those_of_the_head_over_whole_texts(tiny: Any, head: Any) -> None:
     """With the target's states wherever it has computed them, however the text was cut and whatever was rejected; the

@@ -217,6 +217,89 @@ def test_a_speculator_that_raises_is_named(make_host, prompts):
     assert host.worker.execute(host.take()).error == "speculator 'Failing' raised in propose: ValueError: planted"
 
 
+def nonsense(kind):
+    """A speculator that says what makes no sense, in one of several ways."""
+
+    class Nonsense(NgramSpeculator):
+        def propose(self, rows):
+            tokens = [[7] * row.slots for row in rows]
+            probs = torch.zeros(4, 61)
+            probs[:, 7] = probs[:, 8] = 0.5
+            rows_probs = [probs[: row.slots].clone() for row in rows]
+            if kind == "ids beyond the vocabulary":
+                return Drafts([[7, 61, 7][: row.slots] for row in rows])
+            if kind == "negative ids":
+                return Drafts([[-1] * row.slots for row in rows])
+            if kind == "more drafts than slots":
+                return Drafts([[*row_tokens, 7, 7] for row_tokens in tokens])
+            if kind == "another number of rows":
+                return Drafts([*tokens, [7]])
+            if kind == "probabilities of another number of rows":
+                return Drafts(tokens, [*rows_probs, None])
+            for q in rows_probs:
+                if kind == "NaN":
+                    q[:, 3] = torch.nan
+                elif kind == "no distribution":
+                    q *= 1.5
+                elif kind == "negative probabilities":
+                    q[:, 8], q[:, 9] = 1.0, -0.5
+                elif kind == "a draft of probability 0":
+                    q[:, 7], q[:, 8] = 0.0, 1.0
+            if kind == "another width":
+                rows_probs = [q[:, :60] for q in rows_probs]
+            if kind == "another precision":
+                rows_probs = [q.bfloat16() for q in rows_probs]
+            return Drafts(tokens, rows_probs)
+
+    return Nonsense()
+
+
+KINDS_OF_NONSENSE = [
+    "ids beyond the vocabulary", "negative ids", "more drafts than slots", "another number of rows",
+    "probabilities of another number of rows", "NaN", "no distribution", "negative probabilities",
+    "a draft of probability 0", "another width", "another precision",
+]
+
+
+@pytest.mark.parametrize("temperature", [0, 2.0])
+@pytest.mark.parametrize("kind", KINDS_OF_NONSENSE)
+def test_what_makes_no_sense_is_dropped_and_counted_and_changes_no_token(make_host, prompts, kind, temperature):
+    """A seeded request gets the very tokens that it gets without drafts."""
+    params = SamplingParams(temperature=temperature)
+    plain, drafting = make_host(), make_host(speculator=nonsense(kind))
+    for host in (plain, drafting):
+        host.new("d", prompts["d"], params, seed=11)
+    assert plain.generate("d", COUNT) == drafting.generate("d", COUNT, drafts=3)
+    dropped = sum(verdict.counts.get("dropped_proposals", 0) for verdict in drafting.verdicts)
+    believed = temperature == 0 and kind in (  # greedy drafts are compared with the best token, whatever else is said
+        "NaN", "no distribution", "negative probabilities", "a draft of probability 0")
+    assert (dropped > 0) is not believed
+
+
+def test_a_tree_is_refused_by_name(make_host, prompts):
+    class Tree(NgramSpeculator):
+        def propose(self, rows):
+            return Drafts([[7, 8] for _ in rows], parents=[[-1, -1] for _ in rows])
+
+    host = make_host(speculator=Tree())
+    host.new("a", prompts["a"])
+    host.row("a", 3, drafts=2)
+    error = host.worker.execute(host.take()).error
+    assert "speculator 'Tree' raised in propose" in error
+    assert "parents [-1, -1], a tree, but the verifier takes chains only" in error
+
+
+def test_a_chain_may_say_that_it_is_one(make_host, script, plans, prompts, answers):
+    class Chain(type(script(None))):
+        def propose(self, rows):
+            drafts = super().propose(rows)
+            return Drafts(drafts.tokens, parents=[list(range(-1, len(tokens) - 1)) for tokens in drafts.tokens])
+
+    host = make_host(speculator=Chain(plans["right"]))
+    host.new("d", prompts["d"])
+    assert host.generate("d", COUNT, drafts=3) == answers["d"][:COUNT]
+
+
 class Needy(NgramSpeculator):
     def needs(self):
         return SpeculatorNeeds(lookahead=2, taps=("layer:7",))
