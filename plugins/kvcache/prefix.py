@@ -2,26 +2,21 @@
 caching)."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 from hotswap.core.errors import KVInvariantError
-from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part
 from hotswap.core.interfaces.kvcache import (
     CacheConstraints,
     CachedPage,
-    CacheEvent,
     CacheKey,
     CachePlan,
     CacheSpec,
-    EvictionPolicy,
     KVState,
     Match,
 )
 from hotswap.plugins.kvcache.chain import Chain, ChainCache, Node, pack, page_digest, unpack
-from hotswap.plugins.kvcache.eviction import LeastRecentlyUsed
 from hotswap.plugins.kvcache.index import IndexedPool
-from hotswap.plugins.kvcache.paged import PagedKVCache
-from hotswap.plugins.kvcache.pool import PagePool
+from hotswap.plugins.kvcache.reuse import ReusingKVCache
 from hotswap.plugins.kvcache.tables import NEVER, Table
 
 
@@ -32,44 +27,31 @@ class Hit(NamedTuple):
     pages: tuple[list[int], ...]
     removals: int
 
+    @property
+    def tokens(self) -> list[int]:
+        return self.chain.tokens
 
-class PrefixOptions(ComponentOptions):
-    eviction: Annotated[ComponentRef, Part("eviction_policy")] = ComponentRef(use="lru")
-    """Which cached page goes first when an empty one is needed."""
+    @property
+    def key(self) -> CacheKey:
+        return self.chain.key
 
 
-class PrefixKVCache(PagedKVCache):
+class PrefixKVCache(ReusingKVCache[IndexedPool]):
     """Finds the pages of a request's prefix that other requests have computed. The default.
 
     Pages enter the index when full and verified, under the digest of their tokens and all before them; a hit compares
     the tokens. Of a group with a window only the pages inside the window are needed.
     """
 
-    Options: ClassVar[type[ComponentOptions]] = PrefixOptions
     digest = staticmethod(page_digest)
 
-    def __init__(self, options: Any = None, parts: Any = None) -> None:
-        super().__init__(options, parts)
-        self._policy: EvictionPolicy = self.parts.get("eviction") or LeastRecentlyUsed()
-        self._indexes: list[IndexedPool] = []
-        self._full: list[IndexedPool] = []
-        self._events: list[CacheEvent] | None = None
-
-    def describe(self) -> Description:
-        return Description(offers=super().describe().offers | {"prefix_reuse"})
-
     def configure(self, specs: Sequence[CacheSpec], num_bytes: int, constraints: CacheConstraints) -> CachePlan:
-        self._indexes = []
         plan = super().configure(specs, num_bytes, constraints)
-        windowed = {number for number, _ in self._windows}
-        self._full = [pool for number, pool in enumerate(self._indexes) if number not in windowed]
         self._chains = ChainCache(constraints.max_running, self._page_size, self.digest)
         return plan
 
-    def _new_pool(self, group: str, num_pages: int) -> PagePool:
-        pool = IndexedPool(group, num_pages, self._policy.clone())
-        self._indexes.append(pool)
-        return pool
+    def _make_index(self, group: str, num_pages: int) -> IndexedPool:
+        return IndexedPool(group, num_pages, self._policy.clone())
 
     # ------------------------------------------------------------------ match
 
@@ -117,30 +99,7 @@ class PrefixKVCache(PagedKVCache):
                 return page
         return -1
 
-    def _removals(self) -> int:
-        return sum(pool.removals for pool in self._indexes)
-
-    def _bind(self, match: Match, key: CacheKey | None, tokens: Sequence[int]) -> Table | None:
-        hit: Hit | None = match.opaque
-        if hit is not None and not self._still_there(match.cached, hit):
-            return None
-        if hit is not None and not tokens:
-            tokens = hit.chain.tokens
-        table = super()._bind(match, key or (hit.chain.key if hit is not None else None), tokens)
-        assert table is not None
-        table.chain = self._own_chain(table, match.cached, hit)
-        table.verified = match.cached
-        if hit is not None:
-            end = table.end = table.inherited = table.published = match.cached // self._page_size
-            # With tokens pending behind them, a window may reach back over fewer of the pages that were found.
-            table.pages = [pages[max(0, first - end + len(pages)):]
-                           for first, pages in zip(table.first, hit.pages, strict=True)]
-        return table
-
     def _still_there(self, cached: int, hit: Hit) -> bool:
-        """Are the pages of a match still in the index, with the content that was found?"""
-        if hit.removals == self._removals():
-            return True
         end = cached // self._page_size
         return all(
             pool.nodes.get(page) is node
@@ -174,18 +133,12 @@ class PrefixKVCache(PagedKVCache):
                 node = chain.nodes[page + 1]
                 standing = pool.publish(pages[page - first], node)
                 if standing is node:
-                    stored.append(node)
+                    stored.append(node.digest)
                 else:
                     chain.unify(page, standing)
             self._tell("stored", pool, stored)
         table.published = full
         return (full + 1) * self._page_size
-
-    def _tell(self, kind: str, pool: IndexedPool, nodes: Sequence[Node]) -> None:
-        if self._events is not None and nodes:
-            self._collect_evicted(pool)
-            self._events.append(CacheEvent(
-                kind, pool.group, tuple(node.digest.hex() for node in nodes), self._page_size))
 
     def _retract(self, table: Table) -> None:
         """Also those pages that have left the table's window: nobody can say that they are sound."""
@@ -200,26 +153,15 @@ class PrefixKVCache(PagedKVCache):
                 if pool.holders[found[0]] == own:
                     pool.forget(found[0])
 
-    def reset(self) -> int:
-        dropped = sum(pool.reset() for pool in self._indexes)
-        for table in self._tables.values():
-            # What runs now was computed before the reset and must not come back into the index.
-            table.published = NEVER
-            table.due = self._next_due(table, NEVER)
+    def _clear(self) -> int:
         self._chains.clear()
-        if self._events is not None:
-            for pool in self._indexes:
-                pool.removed = []
-                self._events.append(CacheEvent("reset", pool.group, page_size=self._page_size))
-        return dropped
+        return sum(pool.reset() for pool in self._indexes)
 
-    # ------------------------------------------------------------------ fork, hand-over, events, check
+    # ------------------------------------------------------------------ fork, hand-over, check
 
     def _forked(self, source: Table, upto: int, first: list[int], shared: Sequence[Sequence[int]]) -> Table:
         table = super()._forked(source, upto, first, shared)
-        table.chain = source.chain.copy(table.tokens, table.published)
-        if source.published == NEVER:
-            table.published = NEVER
+        table.chain = source.chain.copy(table.tokens, upto // self._page_size)
         return table
 
     def handover(self) -> KVState:
@@ -249,25 +191,6 @@ class PrefixKVCache(PagedKVCache):
         for request_id, table in self._tables.items():
             table.chain = Chain(table.tokens, table.key, self._page_size, self.digest)
             self._advance(request_id, table)
-
-    def keep_events(self, keep: bool) -> None:
-        self._events = [] if keep else None
-        for pool in self._indexes:
-            pool.removed = [] if keep else None
-
-    def events(self) -> list[CacheEvent]:
-        if self._events is None:
-            return []
-        for pool in self._indexes:
-            self._collect_evicted(pool)
-        events, self._events = self._events, []
-        return events
-
-    def _collect_evicted(self, pool: IndexedPool) -> None:
-        if self._events is not None and pool.removed:
-            self._events.append(CacheEvent(
-                "evicted", pool.group, tuple(digest.hex() for digest in pool.removed), self._page_size))
-            pool.removed = []
 
     def check(self) -> None:
         super().check()

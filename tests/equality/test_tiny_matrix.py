@@ -49,10 +49,16 @@ def test_chunk_sizes_change_nothing(run: Any, book: Any, tiny: Any, chunk: int |
     assert engine.seen["widest row"] == chunk or chunk is None
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("eviction", ["lru", "fifo"])
-def test_policies_and_evictions_change_nothing(run: Any, book: Any, tiny: Any, policy: str, eviction: str) -> None:
-    settings = tiny.config({"use": "chunked", "policy": policy}, "prefix", "none", 2)
+@pytest.mark.parametrize(("scheduler", "policy", "kv", "eviction"), [
+    ("chunked", "fcfs", "radix", "lru"), ("continuous", "priority", "prefix", "fifo"),
+    ("prefill_first", "shortest_first", "radix", "fifo"), ("static", "longest_prefix_first", "prefix", "lru"),
+    ("continuous", "fair_share", "radix", "lfu"), ("prefill_first", "priority", "prefix", "lfu"),
+    ("chunked", "longest_prefix_first", "radix", "slru"), ("static", "fcfs", "prefix", "slru"),
+])
+def test_orders_and_evictions_change_nothing(
+    run: Any, book: Any, tiny: Any, scheduler: str, policy: str, kv: str, eviction: str,
+) -> None:
+    settings = tiny.config({"use": scheduler, "policy": policy}, kv, {"use": "ngram", "min_n": 1}, 2)
     settings["kvcache"]["eviction"] = eviction
     engine = run(settings)
     for seed in range(4):  # new prompts each round, so that pages must be evicted
@@ -60,6 +66,8 @@ def test_policies_and_evictions_change_nothing(run: Any, book: Any, tiny: Any, p
         for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS), strict=True):
             book.compare(tiny.reference, prompt, output)
     engine.assert_clean()
+    evicted = sum(pool.removals for pool in engine.built.engine.loop.parts.kv._indexes)
+    assert engine.seen["cached tokens"] and engine.seen["preempted"] and engine.seen["accepted"] and evicted
 
 
 def test_an_observer_that_was_asked_for_and_cannot_start_ends_the_start(run: Any, tiny: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hotswap.plugins.kvcache.eviction import (
 )
 from hotswap.plugins.kvcache.paged import PagedKVCache
 from hotswap.plugins.kvcache.prefix import PrefixKVCache
+from hotswap.plugins.kvcache.radix import RadixKVCache
 
 
 class TestContiguous(KVCacheManagerSuite):
@@ -46,6 +47,32 @@ class TestPrefixWithSegmentedLRU(KVCacheManagerSuite):
 
     def make_manager(self) -> KVCacheManager:
         return PrefixKVCache(parts={"eviction": SegmentedLRU()})
+
+
+class TestRadix(KVCacheManagerSuite):
+    def make_manager(self) -> KVCacheManager:
+        return RadixKVCache()
+
+
+class TestRadixWithFirstInFirstOut(KVCacheManagerSuite):
+    """Which wants to evict the first page of a sequence first: the trie gives it the last one instead."""
+
+    def make_manager(self) -> KVCacheManager:
+        return RadixKVCache(parts={"eviction": FirstInFirstOut()})
+
+
+class TestRadixWithLeastFrequentlyUsed(KVCacheManagerSuite):
+    machine_examples = 40
+
+    def make_manager(self) -> KVCacheManager:
+        return RadixKVCache(parts={"eviction": LeastFrequentlyUsed()})
+
+
+class TestRadixWithSegmentedLRU(KVCacheManagerSuite):
+    machine_examples = 40
+
+    def make_manager(self) -> KVCacheManager:
+        return RadixKVCache(parts={"eviction": SegmentedLRU()})
 
 
 class TestLeastRecentlyUsed(EvictionPolicySuite):

@@ -1,4 +1,4 @@
-"""The prefix index: keys, hits, evictions, and the faults that other servers' prefix caches had."""
+"""The prefix indexes: keys, hits, evictions, and the faults that other servers' prefix caches had."""
 
 import hashlib
 import random
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,7 +20,9 @@ from hotswap.core.testing.kvcache_machine import KVCacheMachine
 from hotswap.plugins.kvcache.chain import Chain, key_digest, page_digest
 from hotswap.plugins.kvcache.eviction import FirstInFirstOut
 from hotswap.plugins.kvcache.prefix import PrefixKVCache
+from hotswap.plugins.kvcache.radix import RadixKVCache
 
+each_manager = pytest.mark.parametrize("make", [PrefixKVCache, RadixKVCache])
 SOURCES = Path(__file__).parents[2] / "src"
 
 
@@ -65,8 +68,9 @@ def test_many_contents_have_as_many_keys() -> None:
     assert len(page_digest(b"", b"")) * 8 == 256
 
 
-def test_another_salt_never_sees_what_the_first_has_cached() -> None:
-    h = harness(usable=16)
+@each_manager
+def test_another_salt_never_sees_what_the_first_has_cached(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=16)
     cached = []
     for salt in ("s1", "s1", "s2"):
         key = CacheKey(salt=salt)
@@ -107,8 +111,9 @@ def test_with_a_hash_that_always_collides_random_lives_read_only_what_they_wrote
 # ---------------------------------------------------------------------- hits
 
 
-def test_a_long_prompt_sent_twice_is_nearly_all_cached() -> None:
-    h = harness(usable=200, max_model_len=600)
+@each_manager
+def test_a_long_prompt_sent_twice_is_nearly_all_cached(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=200, max_model_len=600)
     h.run("a", list(range(600)))
     assert h.match(list(range(600))).cached >= 540
 
@@ -135,8 +140,9 @@ def test_a_page_that_comes_back_joins_what_hung_on_it() -> None:
     assert h.match([*tokens, 1]).cached == LONGEST
 
 
-def test_after_much_churn_every_hit_holds_the_tokens_that_it_is_taken_for() -> None:
-    h = harness(usable=40, max_model_len=40 * PAGE)
+@each_manager
+def test_after_much_churn_every_hit_holds_the_tokens_that_it_is_taken_for(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=40, max_model_len=40 * PAGE)
     content: dict[int, tuple[int, ...]] = {}
     rng, hits = random.Random(1), 0
     for number in range(500):
@@ -157,8 +163,9 @@ def test_after_much_churn_every_hit_holds_the_tokens_that_it_is_taken_for() -> N
     assert hits > 50
 
 
-def test_a_duplicate_in_flight_neither_hits_nor_enters_twice() -> None:
-    h = harness()
+@each_manager
+def test_a_duplicate_in_flight_neither_hits_nor_enters_twice(make: type[KVCacheManager]) -> None:
+    h = harness(make())
     h.ask("a", prompt(1))
     h.ask("b", prompt(1))
     assert h.held == 8
@@ -171,8 +178,9 @@ def test_a_duplicate_in_flight_neither_hits_nor_enters_twice() -> None:
     h.kv.check()
 
 
-def test_a_hit_after_a_preemption_spares_the_recomputation() -> None:
-    h = harness()
+@each_manager
+def test_a_hit_after_a_preemption_spares_the_recomputation(make: type[KVCacheManager]) -> None:
+    h = harness(make())
     h.start("a", prompt(1, 9))
     h.kv.commit("a", [7, 8, 9], 12)
     h.kv.release("a", {1})
@@ -224,8 +232,9 @@ def test_a_miss_hashes_no_more_than_it_must(counting: Harness) -> None:
     assert Counting.hashed == 1
 
 
-def test_a_list_whose_tokens_were_exchanged_is_hashed_anew() -> None:
-    h = harness(usable=16)
+@each_manager
+def test_a_list_whose_tokens_were_exchanged_is_hashed_anew(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=16)
     h.run("a", prompt(1))
     h.run("b", prompt(2))
     tokens = prompt(1)
@@ -239,8 +248,9 @@ def test_a_list_whose_tokens_were_exchanged_is_hashed_anew() -> None:
     h.kv.check()
 
 
-def test_requests_that_share_one_list_do_not_share_their_future() -> None:
-    h = harness(usable=16)
+@each_manager
+def test_requests_that_share_one_list_do_not_share_their_future(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=16)
     tokens = prompt(1, 7)
     matches = [h.kv.match(tokens, KEY, 6) for _ in "ab"]
     for request_id, match in zip("ab", matches, strict=True):
@@ -252,8 +262,9 @@ def test_requests_that_share_one_list_do_not_share_their_future() -> None:
     assert [h.match([*tokens, last, 9]).cached for last in (1, 2, 3)] == [8, 8, 4]
 
 
-def test_a_match_for_other_tokens_is_refused() -> None:
-    h = harness(usable=16)
+@each_manager
+def test_a_match_for_other_tokens_is_refused(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=16)
     h.run("a", prompt(1))
     with pytest.raises(ValueError, match="other tokens"):
         h.kv.reserve("b", LONGEST, h.match(prompt(1)), KEY, prompt(2))
@@ -273,9 +284,10 @@ def cached_after(kv: KVCacheManager, lives: Sequence[str]) -> list[int]:
     return [seed for seed in (1, 2) if h.match([*prompt(seed, PAGE), 1]).cached]
 
 
-def test_the_policy_decides_what_goes() -> None:
-    assert cached_after(PrefixKVCache(), "121") == [1]
-    assert cached_after(PrefixKVCache(parts={"eviction": FirstInFirstOut()}), "121") == [2]
+@each_manager
+def test_the_policy_decides_what_goes(make: Any) -> None:
+    assert cached_after(make(), "121") == [1]
+    assert cached_after(make(parts={"eviction": FirstInFirstOut()}), "121") == [2]
 
 
 def test_each_group_has_a_policy_of_its_own() -> None:
@@ -286,15 +298,17 @@ def test_each_group_has_a_policy_of_its_own() -> None:
     assert all(isinstance(policy, FirstInFirstOut) for policy in policies)
 
 
-def test_a_sequence_loses_its_tail_before_its_head() -> None:
-    h = harness(usable=4)
+@each_manager
+def test_a_sequence_loses_its_tail_before_its_head(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=4)
     h.run("a", prompt(1))
     h.start("b", prompt(2, 2 * PAGE))
     assert h.match([*prompt(1), 1]).cached == 2 * PAGE
 
 
-def test_a_hit_page_is_never_evicted_for_the_request_that_hit_it() -> None:
-    h = harness(usable=4)
+@each_manager
+def test_a_hit_page_is_never_evicted_for_the_request_that_hit_it(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=4)
     h.run("a", prompt(1, 2 * PAGE))
     h.run("b", prompt(2, 2 * PAGE))
     tokens = [*prompt(1, 2 * PAGE), *prompt(3, 2 * PAGE)]
@@ -303,8 +317,9 @@ def test_a_hit_page_is_never_evicted_for_the_request_that_hit_it() -> None:
     h.kv.check()
 
 
-def test_a_grant_counts_pages_that_leave_the_cache_because_they_are_shared() -> None:
-    h = harness(usable=4)
+@each_manager
+def test_a_grant_counts_pages_that_leave_the_cache_because_they_are_shared(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=4)
     h.run("a", prompt(1))
     h.start("b", prompt(2, PAGE))
     assert h.ask("c", prompt(1)) is Answer.NO, "three shared and one new page do not fit beside b's"
@@ -314,8 +329,9 @@ def test_a_grant_counts_pages_that_leave_the_cache_because_they_are_shared() -> 
 # ---------------------------------------------------------------------- hand-over
 
 
-def test_events_name_the_pages_by_their_digests() -> None:
-    h = harness(usable=4)
+@each_manager
+def test_events_name_the_pages_by_their_digests(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=4)
     h.kv.keep_events(True)
     h.run("a", prompt(1))
     h.run("b", prompt(2))
@@ -326,8 +342,9 @@ def test_events_name_the_pages_by_their_digests() -> None:
     assert list(stored_again.keys) == [digest.hex() for digest in digests(prompt(2))]
 
 
-def test_a_hand_over_lists_parents_before_children() -> None:
-    h = harness(usable=32, full=None, window=5)
+@each_manager
+def test_a_hand_over_lists_parents_before_children(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=32, full=None, window=5)
     for seed in (1, 2):
         h.run(str(seed), prompt(seed))
     for group in ("full", "window"):
@@ -337,9 +354,10 @@ def test_a_hand_over_lists_parents_before_children() -> None:
             seen.add(page_digest(entry.parent, struct.pack("<4I", *entry.tokens)))
 
 
-def test_the_keys_of_a_predecessor_are_found_in_a_group_with_a_window() -> None:
-    h = harness(usable=16, window=5)
+@each_manager
+def test_the_keys_of_a_predecessor_are_found_in_a_group_with_a_window(make: type[KVCacheManager]) -> None:
+    h = harness(make(), usable=16, window=5)
     h.run("a", prompt(1))
-    successor = harness(usable=16, window=5)
+    successor = harness(make(), usable=16, window=5)
     successor.kv.adopt(h.kv.handover())
     assert successor.match([*prompt(1), 1]).cached == h.match([*prompt(1), 1]).cached == LONGEST
