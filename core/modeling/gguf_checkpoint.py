@@ -33,11 +33,11 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 class TensorSource(NamedTuple):
     """``heads`` is set where llama.cpp interleaved the two halves of each head's rows for its own rotary order;
-    ``index`` where the tensor is one of those that llama.cpp stacks."""
+    ``item`` where the tensor is one of those that llama.cpp stacks."""
 
     gguf_name: str
     heads: int | None = None
-    index: int | None = None
+    item: int | None = None
 
 
 def check_pre_tokenizer(file: GGUFFile) -> str | None:
@@ -134,7 +134,7 @@ def _expert_sources(name: str, shape: tuple[int, ...], architecture: str) -> dic
     if part not in projections:
         return {}
     return {
-        f"model.layers.{layer}.{block}.experts.{expert}.{projections[part]}.weight": TensorSource(name, index=expert)
+        f"model.layers.{layer}.{block}.experts.{expert}.{projections[part]}.weight": TensorSource(name, item=expert)
         for expert in range(shape[0])
     }
 

@@ -200,11 +200,11 @@ class GGUFWeights(WeightSource):
     def shape(self, name: str) -> tuple[int, ...]:
         source = self._sources[name]
         shape = self._file.tensors[source.gguf_name].shape
-        return shape if source.index is None else shape[1:]
+        return shape if source.item is None else shape[1:]
 
     def _read(self, name: str, dim: int, part: Shard | None) -> torch.Tensor:
         source = self._sources[name]
-        tensor = torch.from_numpy(self._file.dequantize(source.gguf_name, source.index))
+        tensor = torch.from_numpy(self._file.dequantize(source.gguf_name, source.item))
         if source.heads:
             # llama.cpp keeps (first half, second half) of a head's rows interleaved: [.., D/2, 2] back to [.., 2, D/2].
             paired = tensor.reshape(source.heads, -1, 2, *tensor.shape[1:])
