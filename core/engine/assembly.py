@@ -150,8 +150,8 @@ class Assembly:
             notes.append(f"attention: {note}")
         model = build_model(config, self._registry, self._checkpoint)
         keys = choose_keys(
-            config, settings.device, parts.attention, model, parts.speculator.needs().lookahead, plan.ranks.world_size,
-            notes)
+            config, settings.device, settings.dtype, parts.attention, self._facts, parts.speculator.needs().lookahead,
+            plan.ranks.world_size, notes)
         builder = WorkerBuilder(
             self._checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"),
             replace(settings, memory_fraction=settings.memory_fraction / replica.count, graphs=keys),

@@ -25,7 +25,7 @@ from hotswap.core.execution.device import free_bytes
 from hotswap.core.execution.layout import IntArray
 from hotswap.core.execution.static import GraphKey, StaticBatch
 from hotswap.core.interfaces.attention import AttentionBackend, GraphLevel
-from hotswap.core.interfaces.model import Model
+from hotswap.core.interfaces.model import ModelFacts
 
 if TYPE_CHECKING:
     from hotswap.core.config import Config
@@ -85,8 +85,8 @@ def capturing_device(device: str) -> GraphDevice:
 
 
 def choose_keys(
-    config: "Config", device: str, attention: AttentionBackend, model: Model, lookahead: int, ranks: int,
-    notes: list[str],
+    config: "Config", device: str, dtype: str, attention: AttentionBackend, facts: ModelFacts, lookahead: int,
+    ranks: int, notes: list[str],
 ) -> tuple[GraphKey, ...]:
     """Which steps will be captured; empty where graphs are off. ``notes`` gets what "auto" chose and why. ConfigError
     where the config asks for what cannot be."""
@@ -99,7 +99,7 @@ def choose_keys(
     if mode == "off":
         return ()
     level = attention.support().graph_level
-    obstacle = _obstacle(device, attention, level, model, ranks)
+    obstacle = _obstacle(device, dtype, attention, level, facts, ranks)
     if obstacle is not None:
         if mode == "full":
             raise ConfigError(f"'full' was asked for, but {obstacle}; choose 'auto' or 'off'", "execution.graphs")
@@ -112,12 +112,12 @@ def choose_keys(
     widths = " or ".join(map(str, wanted))
     notes.append(
         f"graphs: {len(keys)} steps of up to {max(key.rows for key in keys)} rows of {widths} "
-        f"token{'s' * (wanted != [1])} are captured ({mode}: {attention.label} and {model.label} allow it)")
+        f"token{'s' * (wanted != [1])} are captured ({mode}: {attention.label} and {facts.architecture} allow it)")
     return keys
 
 
 def _obstacle(
-    device: str, attention: AttentionBackend, level: GraphLevel, model: Model, ranks: int,
+    device: str, dtype: str, attention: AttentionBackend, level: GraphLevel, facts: ModelFacts, ranks: int,
 ) -> str | None:
     """Why no step can be captured, None where some can."""
     kind = device.partition(":")[0]
@@ -125,8 +125,8 @@ def _obstacle(
         return f"the device is {kind}, and graphs need {' or '.join(DEVICES)}"
     if level == GraphLevel.NEVER:
         return f"{attention.label} does not say that its steps may be captured"
-    if not model.capturable:
-        return f"{model.label} does not say that its steps may be captured"
+    if dtype not in facts.capturable:
+        return f"the component of {facts.architecture} does not say that its steps may be captured in {dtype}"
     if ranks > 1:
         return f"the strategies ask for {ranks} ranks, whose collectives are not captured"
     return None

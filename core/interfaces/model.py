@@ -32,6 +32,10 @@ class ModelFacts:
     ``layer_costs`` and ``head_cost``: weights that a token is multiplied with in each layer and in the output head, by
     which stages of a pipeline are balanced. Empty: all layers are alike. ``mlp_width``: values a token that the widest
     MLP holds at a time, for the estimate of a step's memory; 0: not said.
+
+    ``capturable``: dtypes in which ``forward`` may be captured in a CUDA graph: the operations and shapes of a step
+    depend on the number of its tokens alone, nothing is read back to the host, and nothing that it computes outlives
+    the step (``statistics`` aside).
     """
 
     architecture: str
@@ -44,6 +48,7 @@ class ModelFacts:
     layer_costs: tuple[int, ...] = ()
     head_cost: int = 0
     mlp_width: int = 0
+    capturable: tuple[str, ...] = ()
 
 
 class Attend(Protocol):
@@ -61,10 +66,6 @@ class Model(Component):
 
     kind: ClassVar[str] = "model"
     contract: ClassVar[str] = "model/1"
-    capturable: bool = False
-    """Once built: whether ``forward`` may be captured in a CUDA graph: the operations and shapes of a step depend on
-    the number of its tokens alone, nothing is read back to the host, and nothing that it computes outlives the step
-    (its ``statistics`` aside)."""
 
     @classmethod
     @abstractmethod

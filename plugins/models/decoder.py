@@ -29,7 +29,6 @@ class DecoderModel(Model):
     """For checkpoints of the Llama, Mistral, Mixtral, Qwen2 and Qwen3 families (Touvron et al., 2023; Jiang et al.,
     2023 and 2024; Yang et al., 2024 and 2025), with full or sliding-window attention."""
 
-    capturable = True
     config: DecoderConfig
 
     @classmethod
@@ -44,7 +43,8 @@ class DecoderModel(Model):
         return ModelFacts(
             c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes,
             concurrent=not sparse,  # experts count their tokens
-            layer_costs=c.layer_costs, head_cost=c.vocab_size * c.hidden_size, mlp_width=c.mlp_width)
+            layer_costs=c.layer_costs, head_cost=c.vocab_size * c.hidden_size, mlp_width=c.mlp_width,
+            capturable=c.capturable)
 
     def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
         self.config = c = DecoderConfig.from_hf(config)
@@ -53,7 +53,6 @@ class DecoderModel(Model):
         stage = mesh.shard("layers", c.num_layers)
         self.is_first, self.is_last = stage.start == 0, stage.stop == c.num_layers
         self.layers = [DecoderLayer(i, c, mesh, dtype, device) for i in range(stage.start, stage.stop)]
-        self.capturable = all(layer.mlp.capturable for layer in self.layers)
         self.rope = RotaryEmbedding(c.rope, dtype, device)
         if self.is_first:
             self.embedding = VocabEmbedding(mesh, c.vocab_size, c.hidden_size, dtype, device)

@@ -63,6 +63,8 @@ FAMILIES = {
             some_layers=True)),
 }
 
+ALIGNED = 8
+"""torch's grouped multiplication takes bfloat16 rows of a multiple of so many values."""
 _REFUSED = ("quantization_config",)
 
 
@@ -126,6 +128,13 @@ class DecoderConfig:
             sparse = self.hidden_size * (3 * self.experts.top_k * self.experts.size + self.experts.count)
         layers = self.experts.layers if self.experts is not None else ()
         return tuple(attention + (sparse if layer in layers else dense) for layer in range(self.num_layers))
+
+    @property
+    def capturable(self) -> tuple[str, ...]:
+        """Experts read the tokens of each back to the host, unless their sizes and dtype suit a grouped kernel."""
+        if self.experts is None or not self.experts.layers:
+            return ("float32", "bfloat16", "float16")
+        return () if self.hidden_size % ALIGNED or self.experts.size % ALIGNED else ("bfloat16",)
 
     @property
     def mlp_width(self) -> int:

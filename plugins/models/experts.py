@@ -9,10 +9,7 @@ from torch.nn import functional
 from hotswap.core.modeling.layers import Axis
 from hotswap.core.modeling.mesh import Mesh
 from hotswap.core.modeling.weights import WeightSource
-from hotswap.plugins.models.decoder_config import ExpertsConfig
-
-_ALIGNMENT = 16
-"""torch's grouped multiplication takes rows whose length is a multiple of so many bytes."""
+from hotswap.plugins.models.decoder_config import ALIGNED, ExpertsConfig
 
 
 class Experts:
@@ -27,8 +24,8 @@ class Experts:
         self.gate_up = torch.empty(self.part.count, 2 * size, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(self.part.count, hidden_size, size, dtype=dtype, device=device)
         self.load_counts = torch.zeros(self.part.count, dtype=torch.int64, device=device)
-        row_bytes = (hidden_size * dtype.itemsize, size * dtype.itemsize)
-        self.grouped = device.startswith("cuda") and all(width % _ALIGNMENT == 0 for width in row_bytes)
+        aligned = hidden_size % ALIGNED == 0 and size % ALIGNED == 0
+        self.grouped = aligned and dtype == torch.bfloat16 and _since_ampere(device)
 
     def load(self, weights: WeightSource, prefix: str) -> None:
         """From three tensors an expert, as checkpoints are published."""
@@ -85,3 +82,8 @@ class Experts:
                 torch.mm(rows[part], weight[expert].T, out=out[part])
             start += count
         return out
+
+
+def _since_ampere(device: str) -> bool:
+    """Whether torch has a kernel for grouped multiplication there."""
+    return device.startswith("cuda") and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -15,9 +15,7 @@ from hotswap.plugins.models.experts import Experts
 
 
 class MLP(Protocol):
-    """x [T, hidden] -> [T, hidden], complete on every rank. ``capturable``: as for models."""
-
-    capturable: bool
+    """x [T, hidden] -> [T, hidden], complete on every rank."""
 
     def load(self, weights: WeightSource, layer: str) -> None:
         """``layer``: the layer's prefix, "model.layers.0."."""
@@ -27,8 +25,6 @@ class MLP(Protocol):
 
 class GatedMLP:
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
-
-    capturable = True
 
     def __init__(self, c: DecoderConfig, mesh: Mesh, dtype: torch.dtype, device: str) -> None:
         inner = Axis("mlp", c.mlp_size)
@@ -56,7 +52,6 @@ class MixtureOfExperts:
         self.config, self.mesh = c, mesh
         self.router = torch.empty(c.count, hidden_size, dtype=torch.float32, device=device)
         self.experts = Experts(c, hidden_size, mesh, dtype, device)
-        self.capturable = self.experts.grouped
 
     def load(self, weights: WeightSource, layer: str) -> None:
         # transformers may write its own layout, too, where every family's block is called the same.

@@ -14,6 +14,7 @@ from hotswap.core.execution.graphs import choose_keys, default_sizes, reserve_by
 from hotswap.core.execution.static import GraphKey, StaticBatch
 from hotswap.core.execution.worker import ModelWorker, WorkerSettings
 from hotswap.core.interfaces.attention import AttentionSupport, GraphLevel
+from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.testing.graphs import ReadBackError, RecordingGraphs, StaleMemoryError
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 from hotswap.plugins.speculators.none import NoSpeculator
@@ -309,28 +310,31 @@ def test_the_first_of_two_steps_in_flight_keeps_its_results(make, prompts):
 
 
 class Graphable:
-    """Stands for a model and for an attention backend."""
+    """Stands for an attention backend."""
 
-    def __init__(self, level=GraphLevel.UNIFORM, capturable=True):
-        self.level, self.capturable, self.label = level, capturable, "kind:name"
+    def __init__(self, level=GraphLevel.UNIFORM):
+        self.level, self.label = level, "kind:name"
 
     def support(self):
         return AttentionSupport(graph_level=self.level)
 
 
-def choose(graphs="auto", sizes=None, device="cuda:0", level=GraphLevel.UNIFORM, capturable=True, lookahead=0, ranks=1):
+def choose(
+        graphs="auto", sizes=None, device="cuda:0", level=GraphLevel.UNIFORM, capturable=("bfloat16",), lookahead=0,
+        ranks=1):
     notes = []
     config = Config(
         model="m", scheduler={"max_running": 6, "max_batch_tokens": 20},
         execution={"graphs": graphs, "batch_sizes": sizes})
-    part = Graphable(level, capturable)
-    return choose_keys(config, device, part, part, lookahead, ranks, notes), notes
+    facts = ModelFacts("TinyForCausalLM", 2, 8, 16, 32, capturable=capturable)
+    return choose_keys(config, device, "bfloat16", Graphable(level), facts, lookahead, ranks, notes), notes
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
     ({"device": "cpu"}, "the device is cpu, and graphs need cuda"),
     ({"level": GraphLevel.NEVER}, "kind:name does not say"),
-    ({"capturable": False}, "kind:name does not say"),
+    ({"capturable": ()}, "TinyForCausalLM does not say"),
+    ({"capturable": ("float32",)}, "TinyForCausalLM does not say that its steps may be captured in bfloat16"),
     ({"ranks": 2}, "2 ranks"),
 ])
 def test_what_cannot_be_captured_is_eager_with_a_note_or_refused(changes, reason):

@@ -231,6 +231,13 @@ def test_the_memory_of_a_step_is_that_of_its_widest_mlp():
     assert width(num_hidden_layers=2, decoder_sparse_step=2) == 3 * 96
 
 
+def test_steps_are_captured_where_experts_read_nothing_back():
+    dense, aligned = VALID | {"architectures": ["Qwen3ForCausalLM"]}, VALID
+    assert DecoderModel.facts(dense).capturable == ("float32", "bfloat16", "float16")
+    assert DecoderModel.facts(aligned).capturable == ("bfloat16",)
+    assert DecoderModel.facts(VALID | {"moe_intermediate_size": 12}).capturable == ()
+
+
 @pytest.mark.parametrize("drop", ["experts.3.w2.weight", "gate.weight"])
 def test_a_missing_expert_is_named(drop, make_checkpoint, reference):
     from safetensors.torch import load_file, save_file
