@@ -63,7 +63,8 @@ class Engine:
     def loads(self) -> Loads:
         pool, usage = self.loop.pool, self.loop.parts.kv.usage()
         busy = usage.held + usage.fenced
-        return Loads(len(pool.running), pool.waiting + self._queued, busy / max(1, usage.total))
+        extra = {"speculation": self.loop.drafts.report()} if self.loop.limits.lookahead else {}
+        return Loads(len(pool.running), pool.waiting + self._queued, busy / max(1, usage.total), extra=extra)
 
     def engines(self) -> Sequence[EngineStatus]:
         return ()

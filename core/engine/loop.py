@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from hotswap.core.blame import blame
 from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Context, Limits, PlanError
+from hotswap.core.engine.drafts import DraftCounts
 from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs, last_words
 from hotswap.core.engine.pool import DONE, RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
 from hotswap.core.engine.transfers import Transfers
@@ -71,6 +72,7 @@ class EngineLoop:
         self.submitted = self.collected = 0
         self.steps = self.max_depth_seen = 0
         self.progress_at = clock.now()
+        self.drafts = DraftCounts()
         self.failed_plans = 0
         self.last_plan_error: str | None = None
         self._drops: list[str] = []
@@ -206,6 +208,8 @@ class EngineLoop:
             self._fail_step(step, verdict)
         else:
             self._apply_rows(step, verdict.rows, now, kept, voided)
+            if self.limits.lookahead:
+                self.drafts.add(verdict)
         self._apply_suspensions(verdict)
         self._end_transfers(verdict)
         self.parts.kv.on_fence(step.step_id)

@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from hotswap.core.config.describe import public_name
+from hotswap.core.engine.drafts import DraftCounts
 from hotswap.core.engine.pool import RequestState
 from hotswap.core.hooks import Observer, hookimpl
 from hotswap.core.interfaces.component import ComponentOptions
@@ -52,6 +53,8 @@ _COUNTERS = {
     "spec_decode_num_drafts": "Rows with drafts.",
     "spec_decode_num_draft_tokens": "Drafted tokens.",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
+    "spec_decode_draft_seconds": "Time of workers that went into drafting.",
+    "spec_decode_verify_seconds": "Time of workers that went into steps with drafts, drafting aside.",
     "steps": "Steps collected.",
     "failed_plans": "Plans that were undone because the scheduler raised.",
     "evicted_pages": "Cached pages given to other requests.",
@@ -117,6 +120,7 @@ class Metrics(Observer):
         self._ended = _Totals()
         self._reasons = {reason.value: 0 for reason in FinishReason}
         self._counts: Counter[str] = Counter()
+        self._drafts = DraftCounts()
         self._events: Counter[str] = Counter()
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._first: dict[str, RequestState] = {}  # have begun, and have no token yet
@@ -206,11 +210,7 @@ class Metrics(Observer):
         kept = {row.request for row in rows if row.kept}
         for seconds, tokens, requests in self._last_tokens.step(kept, several, time):
             gap.observe(seconds / tokens, tokens * requests)
-        drafts = [row for row in rows if row.drafted]
-        if drafts:
-            self._counts["spec_decode_num_drafts"] += len(drafts)
-            self._counts["spec_decode_num_draft_tokens"] += sum(row.drafted for row in drafts)
-            self._counts["spec_decode_num_accepted_tokens"] += sum(row.accepted for row in drafts)
+        self._drafts.add(verdict)
 
     def _observe_first_tokens(self) -> None:
         for state in list(self._first.values()):
@@ -269,16 +269,40 @@ class Metrics(Observer):
             "num_requests_waiting": ("Requests that wait.", len(live) - running),
             "kv_cache_usage_perc": ("Pages that are not free for the taking, 1 is all.", self._kv_usage),
         }
-        counts = {**self._counts, **totals._asdict()}
+        drafts, positions = self._drafts, self._drafts.by_position
+        counts = {
+            **self._counts, **totals._asdict(), "spec_decode_num_drafts": drafts.rows,
+            "spec_decode_num_draft_tokens": sum(drafted for drafted, _ in positions),
+            "spec_decode_num_accepted_tokens": sum(accepted for _, accepted in positions),
+            "spec_decode_draft_seconds": drafts.draft_s, "spec_decode_verify_seconds": drafts.verify_s,
+        }
+        if positions:
+            gauges["spec_decode_acceptance_length"] = (
+                "Tokens that a row with drafts yields, the target's own included.", drafts.acceptance_length)
         for prefix in self._prefixes:
             yield from self._families(prefix, gauges, counts, reasons)
+            yield from self._positions(prefix, positions)
+
+    def _positions(self, prefix: str, positions: Sequence[tuple[int, int]]) -> Iterator[Metric]:
+        labels, values = self._labels()
+        for name, column, text in (("draft", 0, "Drafted"), ("accepted", 1, "Accepted")):
+            counter = CounterMetricFamily(
+                f"{prefix}spec_decode_num_{name}_tokens_per_pos",
+                f"{text} tokens, by their place among a row's drafts, from 0.", labels=[*labels, "position"])
+            for position, counts in enumerate(positions):
+                counter.add_metric([*values, str(position)], counts[column])
+            yield counter
+
+    def _labels(self) -> tuple[list[str], list[str]]:
+        """Names and values of the labels that every sample has."""
+        if self._replica:
+            return ["model_name", "replica"], [self._model, self._replica]
+        return ["model_name"], [self._model]
 
     def _families(
-        self, prefix: str, gauges: dict[str, tuple[str, float]], counts: dict[str, int], reasons: dict[str, int],
+        self, prefix: str, gauges: dict[str, tuple[str, float]], counts: dict[str, float], reasons: dict[str, int],
     ) -> Iterator[Metric]:
-        labels, values = ["model_name"], [self._model]
-        if self._replica:
-            labels, values = [*labels, "replica"], [*values, self._replica]
+        labels, values = self._labels()
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(prefix + name, text, labels=labels)
             gauge.add_metric(values, value)

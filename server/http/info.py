@@ -70,7 +70,7 @@ def server_info(api: Api) -> dict[str, Any]:
     }
 
 
-def _loads(loads: Loads) -> dict[str, float]:
+def _loads(loads: Loads) -> dict[str, Any]:
     return {"running": loads.running, "waiting": loads.waiting, "kv_usage": loads.kv_usage, **loads.extra}
 
 

@@ -52,6 +52,12 @@ def test_a_draft_model_changes_no_token(
     assert seen["abort"] == 2
     assert 0.2 < acceptance(seen) < 0.8, dict(seen)
     assert bool(seen["cached tokens"]) is (kv == "prefix")
+    report = engine.built.engine.loads().extra["speculation"]
+    assert (report["accepted"], report["drafted"] - report["accepted"]) == (seen["accepted"], seen["rejected"])
+    assert sorted(report["acceptance_rate_by_position"], reverse=True) == report["acceptance_rate_by_position"]
+    assert report["draft_seconds"] > 0
+    assert report["verify_seconds"] > 0
+    print(report)
     if scheduler != "continuous":
         assert seen["cut prompts"]
     if kv != "contiguous":

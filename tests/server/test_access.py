@@ -3,6 +3,10 @@
 import httpx
 import pytest
 
+from hotswap.core.engine.drafts import DraftCounts
+from hotswap.core.interfaces.messages import RowVerdict, Verdict
+from hotswap.core.interfaces.parallel import Loads
+
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
@@ -124,6 +128,17 @@ def test_server_info_shows_components_and_effective_defaults(start):
     assert info["sampling_defaults"]["top_p"] == 1.0
     assert info["components"] == [{"kind": "scheduler"}]
     assert info["loads"] == {"running": 0, "waiting": 0, "kv_usage": 0.0}
+
+
+def test_server_info_tells_how_drafts_fare(start, engine, monkeypatch):
+    fates = DraftCounts()
+    fates.add(Verdict(1, [RowVerdict("a", [5, 6], 9, drafted=3, accepted=1)], durations={"propose": 0.5, "forward": 2.0}))
+    monkeypatch.setattr(engine, "loads", lambda: Loads(1, 0, 0.5, extra={"speculation": fates.report()}))
+    told = start().client.get("/server_info").json()["loads"]["speculation"]
+    assert told == {
+        "rows": 1, "drafted": 3, "accepted": 1, "acceptance_rate": pytest.approx(1 / 3),
+        "acceptance_rate_by_position": [1.0, 0.0, 0.0], "acceptance_length": 2.0, "dropped_proposals": 0,
+        "draft_seconds": 0.5, "verify_seconds": 2.0}
 
 
 def test_text_to_tokens_and_back(server, engine):

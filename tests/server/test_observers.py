@@ -35,7 +35,8 @@ def scrape(metrics: Any) -> dict[str, float]:
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         for sample in family.samples:
             assert sample.labels["model_name"] == "toy"
-            labels = [sample.labels[name] for name in ("finished_reason", "event", "le") if name in sample.labels]
+            told_apart = ("finished_reason", "event", "le", "position")
+            labels = [sample.labels[name] for name in told_apart if name in sample.labels]
             key = labels[0] if labels else None
             found[f"{sample.name}[{key}]" if key else sample.name] = sample.value
     return found
@@ -91,10 +92,55 @@ def test_metrics_add_up(depth):
     assert found["hotswap:num_preemptions_total"] > 0
     drafted = found["hotswap:spec_decode_num_draft_tokens_total"]
     assert drafted > found["hotswap:spec_decode_num_accepted_tokens_total"] > 0
+    _assert_positions_add_up(found, rig)
     assert found["hotswap:steps_total"] == rig.loop.steps
     assert found["hotswap:step_duration_seconds_bucket[+Inf]"] == rig.loop.steps
     assert not (metrics._live or metrics._first or metrics._last_tokens)
     assert live.observers.failures == 0
+
+
+def _assert_positions_add_up(found: dict[str, float], rig: Rig) -> None:
+    per_position = [
+        [found[f"hotswap:spec_decode_num_{name}_tokens_per_pos_total[{position}]"] for position in (0, 1)]
+        for name in ("draft", "accepted")]
+    drafted, accepted = per_position
+    assert sum(drafted) == found["hotswap:spec_decode_num_draft_tokens_total"]
+    assert sum(accepted) == found["hotswap:spec_decode_num_accepted_tokens_total"]
+    assert drafted[0] == found["hotswap:spec_decode_num_drafts_total"]
+    assert accepted[0] > accepted[1] > 0
+    assert found["hotswap:spec_decode_acceptance_length"] == pytest.approx(1 + sum(accepted) / drafted[0])
+    # The same as /server_info says.
+    report = rig.loop.drafts.report()
+    assert (report["drafted"], report["accepted"]) == (sum(drafted), sum(accepted))
+    assert report["acceptance_rate_by_position"] == pytest.approx(
+        [kept / said for said, kept in zip(drafted, accepted, strict=True)])
+
+
+def test_time_of_drafting_and_verification_is_what_workers_say():
+    metrics, rig, _ = watched("metrics", {"lookahead": 2})
+    execute = rig.worker.execute
+
+    def timed(message: Any) -> Any:
+        verdict = execute(message)
+        verdict.durations = {"prepare": 8.0, "propose": 1.0, "forward": 2.0, "sample": 0.5, "observe": 0.25}
+        return verdict
+
+    rig.worker.execute = timed
+    rig.add("r", [1, 2, 3], 9)
+    rig.run()
+    found, drafts = scrape(metrics), rig.loop.drafts
+    assert found["hotswap:spec_decode_draft_seconds_total"] == drafts.draft_s == 1.25 * rig.loop.steps
+    with_drafts = found["hotswap:spec_decode_num_drafts_total"]
+    assert 0 < with_drafts < rig.loop.steps
+    assert found["hotswap:spec_decode_verify_seconds_total"] == drafts.verify_s == 2.5 * with_drafts
+
+
+def test_without_a_speculator_there_is_nothing_to_say_of_drafts():
+    metrics, rig, _ = watched("metrics")
+    rig.add("r", [1, 2, 3], 4)
+    rig.run()
+    assert not [name for name in scrape(metrics) if "_per_pos" in name or "acceptance" in name]
+    assert rig.loop.drafts.report()["acceptance_rate"] is None
 
 
 def test_waiting_and_running_are_those_of_the_moment():
