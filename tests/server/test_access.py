@@ -132,7 +132,8 @@ def test_server_info_shows_components_and_effective_defaults(start):
 
 def test_server_info_tells_how_drafts_fare(start, engine, monkeypatch):
     fates = DraftCounts()
-    fates.add(Verdict(1, [RowVerdict("a", [5, 6], 9, drafted=3, accepted=1)], durations={"propose": 0.5, "forward": 2.0}))
+    row = RowVerdict("a", [5, 6], 9, drafted=3, accepted=1)
+    fates.add(Verdict(1, [row], durations={"propose": 0.5, "forward": 2.0}))
     monkeypatch.setattr(engine, "loads", lambda: Loads(1, 0, 0.5, extra={"speculation": fates.report()}))
     told = start().client.get("/server_info").json()["loads"]["speculation"]
     assert told == {
