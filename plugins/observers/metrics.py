@@ -276,9 +276,9 @@ class Metrics(Observer):
             "spec_decode_num_accepted_tokens": sum(accepted for _, accepted in positions),
             "spec_decode_draft_seconds": drafts.draft_s, "spec_decode_verify_seconds": drafts.verify_s,
         }
-        if positions:
-            gauges["spec_decode_acceptance_length"] = (
-                "Tokens that a row with drafts yields, the target's own included.", drafts.acceptance_length)
+        gauges["spec_decode_acceptance_length"] = (
+            "Tokens that a row with drafts yields, the target's own included; 0 as long as there was none.",
+            drafts.acceptance_length if positions else 0)
         for prefix in self._prefixes:
             yield from self._families(prefix, gauges, counts, reasons)
             yield from self._positions(prefix, positions)

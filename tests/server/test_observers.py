@@ -139,7 +139,9 @@ def test_without_a_speculator_there_is_nothing_to_say_of_drafts():
     metrics, rig, _ = watched("metrics")
     rig.add("r", [1, 2, 3], 4)
     rig.run()
-    assert not [name for name in scrape(metrics) if "_per_pos" in name or "acceptance" in name]
+    found = scrape(metrics)
+    assert not [name for name in found if "_per_pos" in name]
+    assert found["hotswap:spec_decode_acceptance_length"] == 0
     assert rig.loop.drafts.report()["acceptance_rate"] is None
 
 
