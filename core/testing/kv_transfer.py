@@ -11,7 +11,7 @@ with requests that are suspended in every mode, aborted in every state, and plan
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,8 +20,8 @@ from hotswap.core.engine.pool import RequestState
 from hotswap.core.interfaces.kv_transfer import SWAP, KVTransfer, TransferWorker
 from hotswap.core.interfaces.kvcache import CacheKey
 from hotswap.core.interfaces.messages import EndedTransfer
-from hotswap.core.interfaces.scheduler import PlanContext, Scheduler, StepPlan, SuspendMode
-from hotswap.core.request import Request
+from hotswap.core.interfaces.scheduler import Answer, PlanContext, Scheduler, StepPlan, SuspendMode
+from hotswap.core.request import Request, SamplingParams
 from hotswap.core.testing.rig import Rig, assert_clean, build, expected, make_rig, random_prompt
 from hotswap.core.testing.wrapping import Wrapped
 
@@ -85,9 +85,8 @@ class _Busy:
 
 
 class LateWorker(TransferWorker):
-    """A worker half between the fake device and the real one that does nothing in its step, but some time later. Only
-    for transfers behind a fence. ``failing``: how many of the messages are lost; their transfers are reported as failed
-    by the names that ``names`` finds in them, with no token but those that were cached."""
+    """A worker half between the fake device and the real one that does nothing in its step, but some time later: each
+    time that it is asked, it goes on with probability 1 - ``patience``. Only for transfers behind a fence."""
 
     def __init__(self, inner: TransferWorker, rng: random.Random, patience: float = 0.4) -> None:
         self.inner, self.rng, self.patience = inner, rng, patience
@@ -116,13 +115,14 @@ class Traffic:
     rng: random.Random
     seen: Counter[str]
     longest: int
+    aborts: int = 4
     requests: list[Request] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
 
     def run(self, count: int = 12, resets: bool = True) -> None:
         shared = [self.rng.randrange(13) for _ in range(17)]
         arrivals = sorted(self.rng.randrange(60) for _ in range(count))
-        aborts = {self.rng.randrange(5, 90): f"r{self.rng.randrange(count)}" for _ in range(4)}
+        aborts = {self.rng.randrange(5, 90): f"r{self.rng.randrange(count)}" for _ in range(self.aborts)}
         for turn in range(6000):
             while arrivals and arrivals[0] <= turn:
                 arrivals.pop(0)
@@ -196,6 +196,22 @@ def traffic(
     return Traffic(rig, rng, seen, longest)
 
 
+class OnDemand(Wrapped):
+    """Suspends ``victim`` in the next plan in which it runs."""
+
+    def __init__(self, inner: Scheduler) -> None:
+        super().__init__(inner)
+        self.victim: str | None = None
+        self.mode = SuspendMode.SWAP
+
+    def plan(self, ctx: PlanContext) -> StepPlan:
+        if self.victim is not None and self.victim in [view.id for view in ctx.running]:
+            ctx.suspend(self.victim, self.mode, "on demand")
+            self.victim = None
+            return StepPlan()
+        return self.inner.plan(ctx)
+
+
 class KVTransferSuite:
     """What every KV transfer keeps. ``make(**options)`` gives a new component; ``late`` are options with which
     everything runs behind fences, None where it cannot."""
@@ -205,6 +221,21 @@ class KVTransferSuite:
 
     def make(self, **options: Any) -> KVTransfer:
         raise NotImplementedError
+
+    def late_worker(self, worker: TransferWorker, rng: random.Random) -> TransferWorker:
+        """The worker half of a transfer with the options ``late``, which does things some time later."""
+        return LateWorker(worker, rng)
+
+    def rig(self, *, late: bool = False, **settings: Any) -> Rig:
+        """An engine whose scheduler suspends on demand."""
+        if late and self.late is None:
+            pytest.skip("it does everything within the step")
+        rng, options = random.Random(7), (self.late or {}) if late else {}
+        return make_rig(
+            OnDemand(build("scheduler", "chunked")), page_size=PAGE, transfer=self.make(**options),
+            wrap_transfer=(lambda worker: self.late_worker(worker, rng)) if late else lambda worker: worker, **settings)
+
+    # ------------------------------------------------------------------ random traffic
 
     def test_random_traffic_reads_only_what_it_wrote_and_gives_everything_back(self) -> None:
         seen: Counter[str] = Counter()
@@ -219,15 +250,134 @@ class KVTransferSuite:
             pytest.skip("it does everything within the step")
         options, seen = self.late, Counter[str]()
         for seed in range(self.trials):
-            run = traffic(lambda: self.make(**options), seed, seen, list(SuspendMode), LateWorker)
+            run = traffic(lambda: self.make(**options), seed, seen, list(SuspendMode), self.late_worker)
             run.run()
             run.check()
         self._met(seen)
         assert seen["filling"]
 
     def _met(self, seen: Counter[str]) -> None:
-        wanted = ["plans undone", "two steps in flight", "accepted drafts"]
-        offers = self.make().describe().offers
+        wanted = ["plans undone", "two steps in flight", "accepted drafts", "abort running", "abort waiting"]
+        if SWAP in self.make().describe().offers:
+            wanted.append("abort swapped")
         assert all(seen[what] for what in wanted), seen
-        assert seen["abort running"] and seen["abort waiting"], seen
-        assert SWAP not in offers or seen["abort swapped"], seen
+
+    # ------------------------------------------------------------------ reuse
+
+    @pytest.mark.parametrize("field", ["model_revision", "dtype", "adapter", "salt"])
+    def test_each_part_of_the_cache_key_counts(self, field: str) -> None:
+        rig, prompt = self.rig(), list(range(12))
+        key = CacheKey("revision", "float32", "adapter", "salt")
+        rig.add("a", prompt, 4, cache_key=key)
+        rig.run()
+        assert look_up(rig, prompt, key) == 12
+        assert look_up(rig, prompt, replace(key, **{field: "other"})) == 0
+
+    def test_what_is_found_is_a_prefix(self) -> None:
+        rig, prompt = self.rig(), list(range(12))
+        rig.add("a", prompt, 8)
+        rig.run()
+        tokens = prompt + rig.client.tokens("a")
+        assert look_up(rig, tokens[:-1]) == 16
+        for place, length in ((0, 0), (3, 0), (4, 4), (11, 8), (13, 12)):
+            other = [*tokens[:place], 99, *tokens[place + 1:-1]]
+            assert look_up(rig, other) == length, f"another token at {place}"
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_prompt_comes_back_after_the_cache_has_forgotten_it(self, late: bool) -> None:
+        rig, prompt = self.rig(late=late), list(range(12)) * 2
+        requests = [rig.add("a", prompt, 4)]
+        rig.run()
+        rig.loop.parts.kv.reset()
+        requests.append(rig.add("b", prompt, 4))
+        rig.run()
+        assert [rig.client.tokens(request.id) for request in requests] == [expected(request) for request in requests]
+        assert rig.client.last("b").cached_tokens == 20  # whole pages, and never the last token
+        assert_clean(rig)
+
+    def test_nothing_is_found_before_its_copy_has_ended(self) -> None:
+        rig, prompt = self.rig(late=True), list(range(12))
+        mover = rig.worker.transfer
+        assert isinstance(mover, LateWorker), "late_worker() returns a LateWorker"
+        mover.patience = 1.0
+        rig.add("a", prompt, 2)
+        for _ in range(50):
+            rig.loop.turn()
+        assert rig.client.endings("a")
+        assert look_up(rig, prompt) == 0
+        mover.patience = 0.0
+        rig.run()
+        assert look_up(rig, prompt) == 12
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_two_requests_that_each_need_most_of_the_pool_run_one_after_the_other(self, late: bool) -> None:
+        rig, rng = self.rig(late=late, num_pages=11, max_model_len=40), random.Random(1)
+        heads = [[rng.randrange(13) for _ in range(16)] for _ in range(2)]
+        for number, head in enumerate(heads):
+            rig.add(f"first{number}", head, 2)
+            rig.run()
+        rig.loop.parts.kv.reset()
+        requests = [rig.add(f"r{number}", [*head, *range(10)], 3) for number, head in enumerate(heads)]
+        rig.run()
+        for request in requests:
+            assert rig.client.tokens(request.id) == expected(request)
+            assert rig.client.last(request.id).cached_tokens == 16
+        assert_clean(rig)
+
+    # ------------------------------------------------------------------ swap
+
+    @pytest.mark.parametrize("late", [False, True])
+    @pytest.mark.parametrize("windows", [{"full": None}, {"full": None, "window": 3}, {"window": 6}])
+    def test_a_request_that_was_swapped_goes_on_where_it_was(self, windows: Any, late: bool) -> None:
+        """Though it was suspended with a step in flight, whose length the host did not know."""
+        rig = self.swapping(late, windows=windows, depth=2)
+        request = rig.add("a", list(range(9)), 12)
+        self.suspend(rig, "a", after=5)
+        rig.run()
+        assert rig.client.tokens("a") == expected(request)
+        resumes = [resume.computed for message in rig.executor.messages for resume in message.resumes]
+        suspended = [message for message in rig.executor.messages if message.suspensions]
+        assert [mode for message in suspended for _, mode in message.suspensions] == [SuspendMode.SWAP]
+        again = next(m for m in rig.executor.messages if m.rows and m.step_id > suspended[0].step_id)
+        assert resumes[0] == 0 and resumes[1] >= 9 + 5
+        assert [row.n_tokens for row in again.rows] == [1], "its tokens are computed again"
+        assert_clean(rig)
+
+    @pytest.mark.parametrize("late", [False, True])
+    @pytest.mark.parametrize("turns", range(8))
+    def test_an_abort_gives_everything_back_whatever_the_state(self, turns: int, late: bool) -> None:
+        """So many turns after its suspension: suspending, swapped out, being filled, running again."""
+        rig = self.swapping(late, depth=2)
+        rig.add("a", list(range(9)), 12)
+        self.suspend(rig, "a", after=3)
+        for _ in range(turns):
+            rig.loop.turn()
+        rig.loop.abort("a")
+        other = rig.add("b", list(range(9)), 3)
+        rig.run()
+        assert rig.client.endings("a") == ["abort"]
+        assert rig.client.tokens("b") == expected(other)
+        assert_clean(rig)
+
+    def swapping(self, late: bool, **settings: Any) -> Rig:
+        if SWAP not in self.make().describe().offers:
+            pytest.skip("it does not swap")
+        return self.rig(late=late, kv="paged", **settings)
+
+    def suspend(self, rig: Rig, request_id: str, after: int) -> None:
+        """Suspend a request once so many of its tokens have come."""
+        scheduler = rig.loop.parts.scheduler
+        assert isinstance(scheduler, OnDemand)
+        while len(rig.client.tokens(request_id)) < after:
+            rig.loop.turn()
+        scheduler.victim = request_id
+        while scheduler.victim is not None:
+            rig.loop.turn()
+
+
+def look_up(rig: Rig, tokens: list[int], key: CacheKey | None = None) -> int | Answer:
+    """How many tokens a stranger would find elsewhere."""
+    transfer = rig.loop.transfers.component
+    assert transfer is not None
+    request = Request("stranger", tokens, SamplingParams(), cache_key=key or CacheKey())
+    return transfer.lookup(request, tokens, 0, len(tokens))
