@@ -45,6 +45,7 @@ class Counting(Observer):
         left = {new.id: len(new.tokens) - begun[new.id] for new in message.new}
         widths = {row.request: row.n_tokens for row in message.rows}
         self.seen["suspensions"] += len(suspensions)
+        self.seen.update(f"suspended by {mode}" for _, mode, _ in suspensions)
         self.seen["cut prompts"] += sum(widths.get(request, 0) < length for request, length in left.items())
         self.seen["mixed steps"] += len({width > 1 for width in widths.values()}) > 1
         self.seen["widest row"] = max(self.seen["widest row"], *widths.values(), 0)

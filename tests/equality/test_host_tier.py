@@ -1,0 +1,77 @@
+"""A tier of host memory behind the cache: the tokens of transformers, with hits, swaps and recomputations."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotswap.core.modeling.checkpoint import open_checkpoint
+
+MAX_TOKENS = 24
+NGRAM = {"use": "ngram", "min_n": 1, "max_n": 3, "max_draft": 3}
+
+
+def counters(engine: Any) -> dict[str, int]:
+    """The tier's, once nothing is under way any more and nothing is held."""
+    loop, end = engine.built.engine.loop, time.monotonic() + 20
+    while engine.built.engine.call(lambda: bool(loop.transfers.pending or loop.in_flight)):
+        assert time.monotonic() < end, "a transfer does not end"
+        time.sleep(0.005)
+    engine.assert_clean()
+    engine.built.engine.call(loop.transfers.component.check)
+    assert not loop.transfers.component.leaks()
+    return dict(loop.transfers.counters())
+
+
+@pytest.mark.parametrize(("scheduler", "kv", "speculator", "depth", "overlap"), [
+    ("chunked", "prefix", "none", 1, False),
+    ("chunked", "prefix", NGRAM, 2, True),
+    ("chunked", "paged", NGRAM, 2, False),
+    ("continuous", "paged", "none", 1, True),
+    ("static", "prefix", "none", 2, False),
+])
+def test_a_host_tier_changes_no_token(
+    run: Any, book: Any, tiny: Any, scheduler: str, kv: str, speculator: Any, depth: int, overlap: bool,
+) -> None:
+    chunk: dict[str, Any] = {"max_chunk": 7} if scheduler == "chunked" else {}
+    engine = run(tiny.config(
+        {"use": scheduler, **chunk}, kv, speculator, depth, num_blocks=38, observers=[{"use": "metrics"}],
+        kv_transfer={"use": "host", "memory": "1MiB", "swap_overhead": 36 if scheduler == "static" else 30, "overlap": overlap}))
+    for seed, abort in ((1, {}), (2, {}), (1, {}), (2, {1: 3, 4: 3})):  # what one round leaves, the next one drives out
+        prompts = tiny.prompts(seed)
+        for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS, abort), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    moved, seen = counters(engine), engine.seen
+    assert moved["hits"] and moved["hit_tokens"] and moved["loaded_bytes"]
+    assert not moved["failed"]
+    assert seen["abort"] == 2
+    assert engine.built.engine.loop.max_depth_seen == depth
+    assert seen["suspended by swap"] == moved["swaps_out"] > 0 and moved["swaps_in"] > 0, moved
+    assert seen["suspended by recompute"] > 0
+    assert bool(seen["accepted"] and seen["rejected"]) is (speculator != "none")
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_alternating_prompts_over_a_small_cache_are_those_of_transformers(run: Any, book: Any, smollm2: Any) -> None:
+    """Reads of pages whose copy is not done would show here as the other prompt's text."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8")
+    words = open_checkpoint("smollm2-135m-instruct", progress=False).tokenizer().encode(" ".join(text.split()))
+    rng = random.Random(5)
+    prompts = [words[begin : begin + length] for begin, length in ((0, 44), (300, 30), (700, 50), (1100, 9))]
+    engine = run({
+        "model": "smollm2-135m-instruct", "dtype": "float32", "device": "cpu", "max_model_len": 96,
+        "scheduler": {"max_batch_tokens": 64, "max_running": 4},
+        "kvcache": {"use": "prefix", "block_size": 4, "num_blocks": 28}, "speculator": "ngram",
+        "execution": {"depth": 2, "num_threads": 1}, "observers": [],
+        "kv_transfer": {"use": "host", "memory": "32MiB", "swap_overhead": 40, "overlap": True},
+    })
+    for _ in range(3):
+        order = rng.sample(prompts, len(prompts))
+        for prompt, output in zip(order, engine.generate(order, 20), strict=True):
+            book.compare(smollm2, prompt, output)
+    moved = counters(engine)
+    assert moved["hits"] > 0 and moved["swaps_out"] > 0 and moved["swaps_in"] > 0, moved
+    assert engine.seen["suspended by recompute"] > 0, dict(engine.seen)
