@@ -36,9 +36,10 @@ def test_a_host_tier_changes_no_token(
     run: Any, book: Any, tiny: Any, scheduler: str, kv: str, speculator: Any, depth: int, overlap: bool,
 ) -> None:
     chunk: dict[str, Any] = {"max_chunk": 7} if scheduler == "chunked" else {}
+    overhead = 36 if scheduler == "static" else 30  # between the lengths of those that are suspended
     engine = run(tiny.config(
-        {"use": scheduler, **chunk}, kv, speculator, depth, num_blocks=38, observers=[{"use": "metrics"}],
-        kv_transfer={"use": "host", "memory": "1MiB", "swap_overhead": 36 if scheduler == "static" else 30, "overlap": overlap}))
+        {"use": scheduler, **chunk}, kv, speculator, depth, num_blocks=38,
+        kv_transfer={"use": "host", "memory": "1MiB", "swap_overhead": overhead, "overlap": overlap}))
     for seed, abort in ((1, {}), (2, {}), (1, {}), (2, {1: 3, 4: 3})):  # what one round leaves, the next one drives out
         prompts = tiny.prompts(seed)
         for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS, abort), strict=True):
