@@ -154,7 +154,9 @@ class Assembly:
             plan.ranks.world_size, notes)
         builder = WorkerBuilder(
             self._checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"),
-            replace(settings, memory_fraction=settings.memory_fraction / replica.count, graphs=keys),
+            replace(
+                settings, memory_fraction=settings.memory_fraction / replica.count, graphs=keys,
+                needs_graphs=config.execution.graphs == "full"),
             transfer=_transfer(parts))
         if not (self._facts.concurrent and plan.ranks.world_size == 1):
             return builder

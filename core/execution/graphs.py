@@ -150,18 +150,19 @@ def reserve_bytes(keys: Sequence[GraphKey], num_layers: int, bytes_per_token: in
 
 
 class StepGraphs:
-    """The captured steps of one rank. ``windows``: the sliding windows of the cache groups that have one.
+    """The captured steps of one rank. ``windows``: of each cache group the sliding window, None where it has none.
 
     ``totals`` counts what happened since the start: ``graph_captures``, ``graph_replays``, and eager steps by
     reason: ``eager_long_rows`` (more tokens in a row than any graph has), ``eager_many_rows`` (more rows),
     ``eager_short_texts`` (a text of fewer tokens than the graph's rows), ``eager_lost_pages`` (a row would be filled up
-    with tokens whose window has left the cache).
+    with tokens whose window has left the cache); each behind ``prefix``.
     """
 
     def __init__(
         self, keys: Sequence[GraphKey], device: GraphDevice, table: RequestTable, cache: PagedCache,
-        windows: Mapping[str, int | None], forward: Forward, torch_device: str,
+        windows: Mapping[str, int | None], forward: Forward, torch_device: str, prefix: str = "",
     ) -> None:
+        self._prefix = prefix
         self._keys = sorted(keys, key=lambda key: (key.queries, key.rows))
         self._device, self._torch_device = device, torch_device
         self._table, self._cache, self._forward = table, cache, forward
@@ -189,7 +190,7 @@ class StepGraphs:
                 f"memory ended after {len(self._replays)} of {len(keys)} graphs: {before // _MIB} MiB were free, "
                 f"{reserved // _MIB} MiB of them set aside for graphs; lower kvcache.memory or kvcache.num_blocks, "
                 "give fewer sizes, or set execution.graphs to off", "execution.batch_sizes") from error
-        self.totals["graph_captures"] += len(keys)
+        self._count("graph_captures", len(keys))
         used = before - free_bytes(self._torch_device)
         logger.log(
             logging.WARNING if used > reserved else logging.INFO,
@@ -207,11 +208,11 @@ class StepGraphs:
         fitting = [key for key in self._keys if key.queries >= longest]
         key = next((key for key in fitting if key.rows >= n), None)
         if key is None:
-            self.totals["eager_many_rows" if fitting else "eager_long_rows"] += 1
+            self._count("eager_many_rows" if fitting else "eager_long_rows")
         elif int((past + lengths).min()) < key.queries:
-            self.totals["eager_short_texts"] += 1
+            self._count("eager_short_texts")
         elif self._lost_pages(slots, past + lengths - key.queries):
-            self.totals["eager_lost_pages"] += 1
+            self._count("eager_lost_pages")
         else:
             return key
         return None
@@ -224,12 +225,15 @@ class StepGraphs:
     def replay(self, key: GraphKey, lengths: IntArray) -> list[torch.Tensor]:
         """Of the rows' new tokens, what the forward gives: copies [T, ...]."""
         self._replays[key]()
-        self.totals["graph_replays"] += 1
+        self._count("graph_replays")
         rows = np.arange(len(lengths))
         ends = np.repeat((rows + 1) * key.queries, lengths)
         within = np.arange(len(ends)) - np.repeat(np.cumsum(lengths), lengths)
         index = torch.from_numpy(ends + within).to(self._torch_device)
         return [output.index_select(0, index) for output in self._outputs]
+
+    def _count(self, event: str, count: int = 1) -> None:
+        self.totals[self._prefix + event] += count
 
     def _run(self, key: GraphKey) -> None:
         """What is captured."""

@@ -80,7 +80,8 @@ class ModelRunner:
         self._chooser, self._transfer = chooser, transfer
         self._clock = clock
         self.graphs: StepGraphs | None = None
-        """Captured steps, once there are any: set by the worker."""
+        self.draft_graphs: StepGraphs | None = None
+        """Captured steps of the model and of the speculator, once there are any: set by the worker."""
 
     def execute(self, message: StepMessage) -> Verdict:
         """What goes wrong outside a single row is the step's error, and its requests have failed. Raises only where
@@ -193,10 +194,14 @@ class ModelRunner:
             verdict.durations |= {"propose": propose, "forward": compute, "sample": finish, "observe": observe}
             if dropped + distrusted:
                 verdict.counts["dropped_proposals"] = dropped + distrusted
-            if self.graphs is not None:
-                verdict.counts |= self.graphs.news()
+            for graphs in filter(None, (self.graphs, self.draft_graphs)):
+                verdict.counts |= graphs.news()
             verdicts.update((report.request, report) for report in reports)
         verdict.rows = [verdicts[row.request] for row in rows]
+
+    def graph_totals(self) -> dict[str, int]:
+        """What was counted of captured and eager steps since the start."""
+        return {event: n for graphs in (self.graphs, self.draft_graphs) if graphs for event, n in graphs.totals.items()}
 
     def forward(self, inputs: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         """Token ids and positions [T] int64 -> hidden states [T, H], which the next stage gets, and behind them those

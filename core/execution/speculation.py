@@ -4,7 +4,7 @@ Whatever it proposes, the answer stays exact; what makes no sense is dropped and
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -14,9 +14,11 @@ import torch
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import blaming
-from hotswap.core.execution.layout import batch_layout
+from hotswap.core.execution.graphs import GraphDevice, StepGraphs
+from hotswap.core.execution.layout import IntArray, batch_layout
+from hotswap.core.execution.static import GraphKey
 from hotswap.core.interfaces.model import Attend
-from hotswap.core.interfaces.speculator import Drafts, ObservedRow, ProposeRow, Span, Speculator
+from hotswap.core.interfaces.speculator import Drafts, DraftStep, ObservedRow, ProposeRow, Span, Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -30,29 +32,70 @@ class Proposal(NamedTuple):
 
 
 class SpeculatorCache:
-    """See ``OwnCache``. Attached once pages have been divided."""
+    """See ``OwnCache``. Attached once pages have been divided. ``graphs``: its captured steps, once there are any."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._groups: tuple[str, ...] = ()
         self._table: RequestTable | None = None
         self._cache: PagedCache | None = None
+        self._captured: DraftStep | None = None
+        self._inputs: list[torch.Tensor] = []
+        self.graphs: StepGraphs | None = None
 
     def attach(self, groups: Sequence[str], table: RequestTable, cache: PagedCache) -> None:
         self._groups, self._table, self._cache = tuple(groups), table, cache
 
+    def capture(
+        self, step: DraftStep, keys: Sequence[GraphKey], device: GraphDevice, windows: Mapping[str, int | None],
+        progress: bool, reserved: int,
+    ) -> None:
+        """Record ``step`` for the numbers of rows in ``keys``."""
+        table, cache = self._attached
+        self._captured, most = step, max(key.rows for key in keys)
+        self._inputs = [torch.zeros(most, *shape, dtype=dtype, device=self._device) for shape, dtype in step.inputs]
+
+        def forward(_: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+            return [step.run([x[: len(positions)] for x in self._inputs], positions, cache.attend)]
+
+        self.graphs = StepGraphs(keys, device, table, cache, windows, forward, self._device, "draft_")
+        self.graphs.capture(progress, reserved)
+
+    def step(self, step: DraftStep, spans: Sequence[Span], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        graphs = self.graphs if step == self._captured else None
+        if graphs is not None:
+            slots, begins, ends = self._places(spans)
+            if (key := graphs.find(slots, ends - begins, begins)) is not None:
+                for kept, given in zip(self._inputs, inputs, strict=True):
+                    kept[: len(given)].copy_(given)
+                    kept[len(given) : key.rows].zero_()
+                graphs.prepare(key, slots, ends - begins, begins)
+                return graphs.replay(key, ends - begins)[0]
+        positions, attend = self.lay_out(spans)
+        return step.run(inputs, positions, attend)
+
     def lay_out(self, spans: Sequence[Span]) -> tuple[torch.Tensor, Attend]:
-        table, cache = self._table, self._cache
-        assert table is not None and cache is not None, "lay_out before the first step"
+        table, cache = self._attached
+        slots, begins, ends = self._places(spans)
+        rows = table.page_rows(slots, int(ends.max()), self._groups)
+        layout = batch_layout(ends - begins, begins, rows, self._device)
+        cache.plan(layout)
+        return layout.positions, cache.attend
+
+    @property
+    def _attached(self) -> tuple[RequestTable, PagedCache]:
+        assert self._table is not None and self._cache is not None, "used before the first step"
+        return self._table, self._cache
+
+    def _places(self, spans: Sequence[Span]) -> tuple[IntArray, IntArray, IntArray]:
+        """The requests' slots in the table, and where their spans begin and end, all [R]."""
+        table, _ = self._attached
         residents = [table.get(span.request) for span in spans]
         slots = np.array([resident.slot for resident in residents if resident is not None], np.int64)
         assert len(slots) == len(spans), "a span of a request that is not here"
         begins, ends = (np.array([span[i] for span in spans], np.int64) for i in (1, 2))
         table.check_room(slots, ends, self._groups)
-        rows = table.page_rows(slots, int(ends.max()), self._groups)
-        layout = batch_layout(ends - begins, begins, rows, self._device)
-        cache.plan(layout)
-        return layout.positions, cache.attend
+        return slots, begins, ends
 
 
 class Speculation:

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class WorkerSettings:
     """``dtype`` and ``device`` are torch's names. ``num_threads``: None leaves torch's choice. ``memory_fraction``: how
     much of the memory that is free once weights are loaded may go to cache and activations. ``graphs``: the steps to
-    capture. ``progress``: show bars where stderr is a terminal."""
+    capture; ``needs_graphs``: a worker that cannot is refused. ``progress``: show bars where stderr is a terminal."""
 
     dtype: str
     device: str
@@ -50,6 +50,7 @@ class WorkerSettings:
     num_threads: int | None = None
     memory_fraction: float = 0.85
     graphs: tuple[GraphKey, ...] = ()
+    needs_graphs: bool = False
     progress: bool = False
 
     def __post_init__(self) -> None:
@@ -172,7 +173,8 @@ class ModelWorker:
         self._model, self._facts, self._attention = model, facts, attention
         self._settings, self._clock, self._transfer = settings, clock, transfer
         self._mesh, self._rank, self._weight_bytes, self._kv_bytes = mesh, rank, 0, 0
-        self._graph_device = capturing_device(settings.device) if settings.graphs else None
+        self._keys = self._keys_to_capture()
+        self._graph_device = capturing_device(settings.device) if self._keys else None
         self._chooser = TokenChooser(
             processors if mesh.is_last and mesh.leads else (), facts.vocab_size, settings.device)
         self._speculator, self._own_cache = speculator, SpeculatorCache(settings.device)
@@ -227,16 +229,30 @@ class ModelWorker:
         if self._graph_device is not None:
             self._capture(self._runner, self._graph_device, table, cache, shapes)
 
+    def _keys_to_capture(self) -> tuple[GraphKey, ...]:
+        """As the settings say, unless the transfer speaks against it, which is known only here."""
+        keys, why = self._settings.graphs, "the KV transfer works between the layers of a step"
+        if not (keys and self._transfer is not None and self._transfer.layerwise):
+            return keys
+        if self._settings.needs_graphs:
+            raise ConfigError(f"'full' was asked for, but {why}; choose 'auto' or 'off'", "execution.graphs")
+        logger.warning("graphs: off after all, since %s", why)
+        return ()
+
     def _capture(
         self, runner: ModelRunner, device: GraphDevice, table: RequestTable, cache: PagedCache,
         shapes: dict[str, GroupShape],
     ) -> None:
-        windows = {spec.group: shapes[spec.group].window for spec in self._model.cache_specs()}
-        graphs = StepGraphs(
-            self._settings.graphs, device, table, cache, windows, runner.forward, self._settings.device)
+        settings, step = self._settings, self._needs.step
+        windows = {group: shape.window for group, shape in shapes.items()}
+        own = {spec.group: windows.pop(spec.group) for spec in self._needs.cache_specs}
+        runner.graphs = StepGraphs(self._keys, device, table, cache, windows, runner.forward, settings.device)
         with torch.inference_mode():
-            graphs.capture(self._settings.progress, self._graph_bytes())
-        runner.graphs = graphs
+            runner.graphs.capture(settings.progress, self._graph_bytes())
+            if step is not None:
+                keys = [key for key in self._keys if key.queries == 1]
+                self._own_cache.capture(step, keys, device, own, settings.progress, self._draft_graph_bytes())
+                runner.draft_graphs = self._own_cache.graphs
 
     def execute(self, message: StepMessage) -> Verdict:
         assert self._runner is not None, "execute before allocate"
@@ -255,7 +271,7 @@ class ModelWorker:
         return RankReport(
             self._rank, self._settings.device, self._weight_bytes, self._kv_bytes, self._mesh.counts(),
             {name: values.flatten().tolist() for name, values in self._model.statistics().items()},
-            dict(self._runner.graphs.totals) if self._runner and self._runner.graphs else {})
+            self._runner.graph_totals() if self._runner else {})
 
     def close(self) -> None:
         self._runner = None
@@ -274,7 +290,8 @@ class ModelWorker:
         """What is left for pages: a share of the free memory, less what a step's activations and logits take."""
         settings, facts = self._settings, self._facts
         logits = 3 * settings.max_running * (self._needs.lookahead + 1) * facts.vocab_size * 4
-        reserve = settings.max_batch_tokens * self._bytes_per_token() + logits + self._graph_bytes()
+        graphs = self._graph_bytes() + self._draft_graph_bytes()
+        reserve = settings.max_batch_tokens * self._bytes_per_token() + logits + graphs
         return max(0, int(free_bytes(settings.device) * settings.memory_fraction) - reserve)
 
     def _bytes_per_token(self) -> int:
@@ -284,7 +301,14 @@ class ModelWorker:
         return (8 * facts.hidden_size + (facts.mlp_width or 12 * facts.hidden_size)) * itemsize
 
     def _graph_bytes(self) -> int:
-        return reserve_bytes(self._settings.graphs, self._facts.num_layers, self._bytes_per_token())
+        return reserve_bytes(self._keys, self._facts.num_layers, self._bytes_per_token())
+
+    def _draft_graph_bytes(self) -> int:
+        """A draft model's activations are taken to be as wide as the target's."""
+        if self._needs.step is None:
+            return 0
+        layers = sum(len(spec.layers) for spec in self._needs.cache_specs)
+        return reserve_bytes([key for key in self._keys if key.queries == 1], layers, self._bytes_per_token())
 
 
 def check_needs(speculator: Speculator, needs: SpeculatorNeeds, model: Model, mesh: Mesh) -> None:

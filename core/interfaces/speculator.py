@@ -23,13 +23,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class DraftStep:
+    """A speculator's pass over one token a row, of which graphs can be made: ``run(inputs, positions, attend)`` ->
+    [R, ...]. ``inputs``: (shape without R, dtype) of each of its inputs. See ``ModelFacts.capturable`` for what it may
+    do."""
+
+    run: "Callable[[Sequence[torch.Tensor], torch.Tensor, Attend], torch.Tensor]"
+    inputs: "tuple[tuple[tuple[int, ...], torch.dtype], ...]"
+
+
+@dataclass(frozen=True)
 class SpeculatorNeeds:
     """``lookahead``: most tokens it proposes in a step. ``reuse_tail``: tokens at the end of a cached prefix that it
     must see computed again. ``taps``: hidden states of the target that it reads, of ``Model.taps()``.
 
     ``cache_specs``: cache groups of its own, under the same tables as the target's, and ``shapes``, what attention must
     do for each (page sizes are filled in). Group names and layer numbers must be no one else's: see
-    :attr:`SpeculatorServices.first_layer`.
+    :attr:`SpeculatorServices.first_layer`. ``step``: what is captured at the start, where graphs are on.
     """
 
     lookahead: int = 0
@@ -37,6 +47,7 @@ class SpeculatorNeeds:
     taps: tuple[str, ...] = ()
     cache_specs: tuple[CacheSpec, ...] = ()
     shapes: Mapping[str, GroupShape] = field(default_factory=dict)
+    step: DraftStep | None = None
 
 
 class Span(NamedTuple):
@@ -53,6 +64,9 @@ class OwnCache(Protocol):
     def lay_out(self, spans: Sequence[Span]) -> "tuple[torch.Tensor, Attend]":
         """Plan a pass over these tokens, row by row: their positions [T] int64, and what attends for them. It holds
         until the next call. A span must lie in pages that the request has: up to its known tokens and draft slots."""
+
+    def step(self, step: DraftStep, spans: Sequence[Span], inputs: "Sequence[torch.Tensor]") -> "torch.Tensor":
+        """``step.run`` over spans of one token each, from a graph where ``step`` was captured for as many rows."""
 
 
 class DraftRow(NamedTuple):

@@ -18,6 +18,7 @@ from hotswap.core.interfaces.model import Attend, Model, ModelFacts
 from hotswap.core.interfaces.speculator import (
     DraftRow,
     Drafts,
+    DraftStep,
     Drawn,
     ObservedRow,
     ProposeRow,
@@ -82,6 +83,13 @@ class DenseCache:
             return out
 
         return positions, attend
+
+    def step(self, step: DraftStep, spans: Sequence[Span], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        assert all(end == begin + 1 for _, begin, end in spans), "a step is of one token a row"
+        for given, (shape, dtype) in zip(inputs, step.inputs, strict=True):
+            assert (given.shape, given.dtype) == ((len(spans), *shape), dtype), "inputs of another shape or dtype"
+        positions, attend = self.lay_out(spans)
+        return step.run(inputs, positions, attend)
 
 
 def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:

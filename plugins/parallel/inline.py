@@ -13,7 +13,7 @@ from hotswap.core.errors import ConfigError, EngineStoppedError
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.messages import StepMessage, Verdict
-from hotswap.core.interfaces.parallel import Executor, RankPlan, Ticket, Worker, WorkerFactory, WorkerInfo
+from hotswap.core.interfaces.parallel import Executor, RankPlan, RankReport, Ticket, Worker, WorkerFactory, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,9 @@ class InlineExecutor(Executor):
 
     def collect(self, ticket: Ticket) -> Verdict:
         return self._tickets.pop(ticket).result()
+
+    def report(self) -> list[RankReport]:
+        return [self._put(lambda worker: worker.report()).result()]
 
     def done(self, ticket: Ticket) -> bool:
         return self._tickets[ticket].done()

@@ -12,6 +12,7 @@ from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.model import Attend, Model
 from hotswap.core.interfaces.speculator import (
     Drafts,
+    DraftStep,
     ObservedRow,
     ProposeRow,
     Span,
@@ -48,6 +49,7 @@ class DraftModelSpeculator(Speculator):
         super().__init__(options, parts)
         self._model: Model | None = None
         self._filled: dict[str, int] = {}
+        self._step = DraftStep(self._run, (((), torch.int64),))
 
     def needs(self) -> SpeculatorNeeds:
         lookahead = self.options.max_draft
@@ -59,7 +61,8 @@ class DraftModelSpeculator(Speculator):
                 bytes_per_token=spec.bytes_per_token * self._cache_dtype.itemsize // self._dtype.itemsize)
             for spec in self._model.cache_specs())
         shapes = {f"draft.{group}": shape for group, shape in self._model.attention_shapes({}).items()}
-        return SpeculatorNeeds(lookahead, cache_specs=specs, shapes=shapes)
+        return SpeculatorNeeds(
+            lookahead, cache_specs=specs, shapes=shapes, step=self._step if self._capturable else None)
 
     def bind(self, services: SpeculatorServices) -> None:
         options = self.options
@@ -71,6 +74,7 @@ class DraftModelSpeculator(Speculator):
         check_context(self._checkpoint, facts.max_position, services)
         self._cache_dtype: torch.dtype = getattr(torch, services.dtype)
         self._dtype = self._cache_dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+        self._capturable = str(self._dtype).removeprefix("torch.") in facts.capturable
         model.build(self._checkpoint.config, LOCAL_MESH, self._dtype, services.device)
         self._model = model
 
@@ -113,13 +117,17 @@ class DraftModelSpeculator(Speculator):
         self, places: list[int], rows: list[ProposeRow], depth: int, tokens: list[int],
     ) -> torch.Tensor:
         spans = [Span(row.request, row.end + depth - 1, row.end + depth) for row in rows]
-        return self._built.head(self._forward(spans, np.array(tokens)))
+        ids = torch.tensor(tokens, device=self._services.device)
+        return self._built.head(self._services.cache.step(self._step, spans, [ids]))
+
+    def _run(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        return self._built.forward(inputs[0], positions, self._own_layers(attend))
 
     def _forward(self, spans: Sequence[Span], ids: "np.ndarray[Any, Any]") -> torch.Tensor:
         """[T, hidden] of the tokens ``ids`` [T] that lie at ``spans``."""
         positions, attend = self._services.cache.lay_out(spans)
         inputs = torch.from_numpy(ids.astype(np.int64)).to(positions.device)
-        return self._built.forward(inputs, positions, self._own_layers(attend))
+        return self._run([inputs], positions, attend)
 
     def _own_layers(self, attend: Attend) -> Attend:
         """The draft model counts its layers from 0, and may have a dtype of its own."""

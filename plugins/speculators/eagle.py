@@ -10,8 +10,10 @@ from pydantic import Field
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CacheSpec
+from hotswap.core.interfaces.model import Attend
 from hotswap.core.interfaces.speculator import (
     Drafts,
+    DraftStep,
     ObservedRow,
     ProposeRow,
     Span,
@@ -62,7 +64,9 @@ class EagleSpeculator(Speculator):
         layers = tuple(layer.index for layer in self._head.layers)
         num_bytes = 2 * len(layers) * c.kv_heads * c.head_dim * self._dtype.itemsize
         spec = CacheSpec(GROUP, layers, c.kv_heads, c.head_dim, num_bytes)
-        return SpeculatorNeeds(lookahead, reuse_tail, c.taps, (spec,), {GROUP: c.shape})
+        services = self._services
+        step = self._step if services.dtype in services.facts.capturable else None  # the target's embedding is in it
+        return SpeculatorNeeds(lookahead, reuse_tail, c.taps, (spec,), {GROUP: c.shape}, step)
 
     def bind(self, services: SpeculatorServices) -> None:
         options, self._services = self.options, services
@@ -77,6 +81,7 @@ class EagleSpeculator(Speculator):
         self._dtype: torch.dtype = getattr(torch, services.dtype)
         self._head = EagleHead(
             config, services.first_layer, checkpoint.weights(), self._dtype, services.device)
+        self._step = DraftStep(self._run, (((config.hidden_size,), self._dtype), ((), torch.int64)))
 
     def load(self) -> None:
         with self._checkpoint.weights() as weights:
@@ -123,14 +128,19 @@ class EagleSpeculator(Speculator):
         self, places: list[int], rows: list[ProposeRow], depth: int, tokens: list[int],
     ) -> torch.Tensor:
         spans = [Span(row.request, row.end + depth - 2, row.end + depth - 1) for row in rows]
-        self._last = self._pass(spans, self._last[places], np.array(tokens))
+        ids = torch.tensor(tokens, device=self._services.device)
+        self._last = self._services.cache.step(self._step, spans, [self._last[places], ids])
         return self._logits(self._last)
 
     def _pass(self, spans: Sequence[Span], states: torch.Tensor, ids: "np.ndarray[Any, Any]") -> torch.Tensor:
         """states [T, h] at ``spans`` and ``ids`` [T], the tokens behind them -> [T, h]."""
         positions, attend = self._services.cache.lay_out(spans)
-        embedded = self._services.target.embed(torch.from_numpy(ids.astype(np.int64)).to(positions.device))
-        return self._built(states, embedded, positions, attend)
+        return self._run([states, torch.from_numpy(ids.astype(np.int64)).to(positions.device)], positions, attend)
+
+    def _run(self, inputs: Sequence[torch.Tensor], positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """inputs: states [T, h], and the ids [T] of the tokens behind them -> [T, h]."""
+        states, ids = inputs
+        return self._built(states, self._services.target.embed(ids), positions, attend)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         """[N, V] float32. EAGLE-1's states are behind the target's final norm already."""

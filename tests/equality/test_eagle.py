@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from hotswap.core.execution import graphs
 from hotswap.core.interfaces.speculator import Drawn, ObservedRow, ProposeRow
+from hotswap.core.testing.graphs import RecordingGraphs
 
 HIDDEN, VOCAB_SIZE, DRAFT_VOCAB_SIZE = 64, 160, 120
 MAX_TOKENS = 24
@@ -167,6 +169,24 @@ def test_a_head_changes_no_token(
         assert seen["cut prompts"]
     if kv != "contiguous":
         assert seen["preempted"], "the pool should be too small for all"
+
+
+def test_with_graphs_a_head_changes_no_token(
+    run: Any, book: Any, tiny: Any, head: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(graphs.DEVICES, "cpu", RecordingGraphs)
+    settings = tiny.config("chunked", "prefix", {"use": "eagle", "model": str(head[1]), "max_draft": 3}, 2)
+    settings |= {"attention": {"use": "torch", "graphs": True}}
+    settings["execution"]["graphs"] = "full"
+    engine = run(settings)
+    for _ in range(2):
+        for prompt, output in zip(tiny.prompts(), engine.generate(tiny.prompts(), MAX_TOKENS), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    engine.assert_clean()
+    [report] = engine.built.engine.loop.parts.executor.report()
+    assert report.counts["graph_replays"] > 20
+    assert report.counts["draft_graph_replays"] > 20
+    assert 0.2 < engine.seen["accepted"] / (engine.seen["accepted"] + engine.seen["rejected"]) < 0.8
 
 
 def test_a_cached_prefix_costs_no_acceptance(run: Any, tiny: Any, head: Any) -> None:

@@ -64,3 +64,27 @@ def test_replayed_steps_give_the_tokens_of_transformers(
     assert seen["cached tokens"]
     assert seen["cut prompts"]
     assert bool(seen["accepted"] and seen["rejected"]) is drafts
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_replayed_drafts_of_the_target_itself_are_always_right(
+    run: Any, book: Any, tiny: Any, depth: int, devices: list[RecordingGraphs],
+) -> None:
+    speculator = {"use": "draft", "model": str(tiny.path), "max_draft": 4}
+    settings = tiny.config({"use": "chunked", "max_chunk": 7}, "prefix", speculator, depth)
+    settings["attention"] = {"use": "torch", "graphs": True}
+    settings["execution"] |= {"graphs": "full"}
+    engine = run(settings)
+    for _ in range(2):
+        for prompt, output in zip(tiny.prompts(), engine.generate(tiny.prompts(), MAX_TOKENS), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    engine.assert_clean()
+    [report] = engine.built.engine.loop.parts.executor.report()
+    [device] = devices
+    assert report.counts["graph_replays"] + report.counts["draft_graph_replays"] == device.replays
+    assert report.counts["draft_graph_replays"] > 2 * report.counts["graph_replays"] > 20
+    assert report.counts["draft_graph_captures"] == 4
+    assert "draft_eager_long_rows" not in report.counts, "each step behind the first draft is of one token a row"
+    assert engine.seen["preempted"]
+    assert engine.seen["accepted"] > 200
+    assert engine.seen["rejected"] <= 0.01 * engine.seen["accepted"]

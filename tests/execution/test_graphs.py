@@ -14,6 +14,7 @@ from hotswap.core.execution.graphs import choose_keys, default_sizes, reserve_by
 from hotswap.core.execution.static import GraphKey, StaticBatch
 from hotswap.core.execution.worker import ModelWorker, WorkerSettings
 from hotswap.core.interfaces.attention import AttentionSupport, GraphLevel
+from hotswap.core.interfaces.kv_transfer import TransferWorker
 from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.testing.graphs import ReadBackError, RecordingGraphs, StaleMemoryError
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
@@ -485,3 +486,32 @@ def test_a_speculator_can_capture_where_graphs_are_on(make, make_host, script):
     replay()
     assert counter == 3
     assert bound[1] is None
+
+
+class Layerwise(TransferWorker):
+    """Moves pages between the layers of a step."""
+
+    layerwise = True
+
+    def register(self, cache, terms): ...
+
+    def begin(self, message): ...
+
+    def report(self, wait_s):
+        return []
+
+
+def test_a_transfer_between_layers_leaves_steps_eager_or_is_refused(model, monkeypatch, caplog):
+    monkeypatch.setitem(graphs.DEVICES, "cpu", RecordingGraphs)
+
+    def build(**settings):
+        return ModelWorker(
+            model, model.facts({}), TorchAttention(), NoSpeculator(), (),
+            WorkerSettings("float32", "cpu", MAX_LEN, 256, 4, graphs=KEYS, **settings), lambda: 0.0,
+            transfer=Layerwise())
+
+    assert build()._graph_device is None
+    assert "graphs: off after all, since the KV transfer works between the layers" in caplog.text
+    with pytest.raises(ConfigError, match="'full' was asked for, but the KV transfer") as caught:
+        build(needs_graphs=True)
+    assert caught.value.path == "execution.graphs"
