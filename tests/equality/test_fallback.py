@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from hotswap.core.errors import ConfigError
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Gemma2": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 12, "final_logit_softcapping": 9.0,
                "attn_logit_softcapping": 6.0},
@@ -50,3 +52,39 @@ def test_the_fallback_and_a_component_of_ours_give_the_same_tokens(run: Any, tin
     assert not fallback.built.warnings, "the fallback is made for any architecture"
     prompts = tiny.prompts()
     assert fallback.generate(prompts, 24) == ours.generate(prompts, 24)
+
+
+def test_replicas_in_one_process_have_a_model_each(deploy: Any, book: Any, tiny_of: Any) -> None:
+    tiny = tiny_of("GPT2")
+    running = deploy(tiny.config("chunked", "prefix", "none", 2, parallel=[{"use": "data", "replicas": 2}]))
+    prompts = tiny.prompts()
+    for prompt, output in zip(prompts, running.generate(prompts, 24), strict=True):
+        book.compare(tiny.reference, prompt, output)
+    assert all(seen["length"] for seen in running.seen)
+    running.assert_clean()
+
+
+def test_strategies_that_divide_a_model_are_refused_before_any_process_starts(run: Any, tiny_of: Any) -> None:
+    tiny = tiny_of("GPT2")
+    for strategy in ("tensor", "pipeline"):
+        with pytest.raises(ConfigError, match=r"parallel\[0\]: GPT2LMHeadModel names no .* runs on one rank"):
+            run(tiny.config("chunked", "prefix", "none", 1, parallel=[{"use": strategy, "size": 2}]))
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_a_real_model_gives_the_tokens_of_transformers(run: Any, book: Any, smollm2: Any) -> None:
+    """From a .gguf file: transformers' classes take their tensors from any source of ours."""
+    engine = run({
+        "model": {"name": "smollm2-135m-instruct", "use": "transformers"}, "dtype": "float32", "device": "cpu",
+        "max_model_len": 256, "observers": [], "scheduler": {"max_batch_tokens": 32, "max_running": 4},
+        "kvcache": {"block_size": 4, "num_blocks": 80}, "execution": {"depth": 2, "num_threads": 1},
+        "speculator": {"use": "ngram", "min_n": 1, "max_n": 3, "max_draft": 3},
+    })
+    shared = list(range(500, 600, 3))
+    prompts = [shared + [7000, 8000], shared + [9000], [42], shared[:9] * 4, shared + [7000, 8000]]
+    for prompt, output in zip(prompts, engine.generate(prompts, 8), strict=True):
+        book.compare(smollm2, prompt, output)
+    engine.assert_clean()
+    for happened in ("cut prompts", "mixed steps", "cached tokens", "accepted", "rejected"):
+        assert engine.seen[happened], happened
