@@ -64,6 +64,8 @@ class Engine:
         pool, usage = self.loop.pool, self.loop.parts.kv.usage()
         busy = usage.held + usage.fenced
         extra = {"speculation": self.loop.drafts.report()} if self.loop.limits.lookahead else {}
+        if self.loop.events:
+            extra["events"] = dict(self.loop.events)
         return Loads(len(pool.running), pool.waiting + self._queued, busy / max(1, usage.total), extra=extra)
 
     def engines(self) -> Sequence[EngineStatus]:

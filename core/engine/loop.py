@@ -5,7 +5,7 @@ Synchronous, overlapped and pipelined execution are this loop with another ``dep
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -73,6 +73,8 @@ class EngineLoop:
         self.steps = self.max_depth_seen = 0
         self.progress_at = clock.now()
         self.drafts = DraftCounts()
+        self.events: Counter[str] = Counter()
+        """What the workers' verdicts counted, since the start."""
         self.failed_plans = 0
         self.last_plan_error: str | None = None
         self._drops: list[str] = []
@@ -210,6 +212,7 @@ class EngineLoop:
             self._apply_rows(step, verdict.rows, now, kept, voided)
             if self.limits.lookahead:
                 self.drafts.add(verdict)
+        self.events.update(verdict.counts)
         self._apply_suspensions(verdict)
         self._end_transfers(verdict)
         self.parts.kv.on_fence(step.step_id)

@@ -118,7 +118,7 @@ def check_static_attention(
     limits = BatchLimits(count * longest, count, pages, device, case.dtype)
     cache, state = backend.allocate(case.shape, 1 + count * pages, limits), backend.bind("group", case.shape, limits)
     static: BatchLayout | None = None
-    for step in range(6):
+    for step in range(4):
         for tensor in cache:
             tensor.fill_(float("nan"))
         lengths = np.maximum(random.choice([1, size, size + 1, longest - 1, longest], count), queries)

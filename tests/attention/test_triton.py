@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hotswap.core.interfaces.attention import NHD, GroupShape
-from hotswap.core.testing.attention import AttentionCase, attention_cases, check_attention
+from hotswap.core.testing.attention import AttentionCase, attention_cases, check_attention, check_static_attention
 from hotswap.plugins.attention.triton.backend import TritonAttention
 
 pytest.importorskip("triton")
@@ -50,6 +50,12 @@ def test_the_random_batches_have_every_page_size_head_ratio_head_size_and_dtype(
     assert {case.heads // case.kv_heads for case in cases} == {1, 3, 4, 8}
     assert {case.head_dim for case in cases} == {64, 80, 96, 128}
     assert {case.dtype for case in cases} == {"float32", "float16", "bfloat16"}
+
+
+@pytest.mark.parametrize(("queries", "window"), [(1, 21), (4, None)])
+def test_steps_of_a_static_layout_agree_with_dense_attention(queries, window):
+    case = AttentionCase("static", heads=2, kv_heads=1, window=window)
+    check_static_attention(TritonAttention(), case, queries, DEVICE)
 
 
 class TokensFirst(TritonAttention):

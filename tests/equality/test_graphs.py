@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from hotswap.core.execution import graphs
 from hotswap.core.hooks import Observer, hookimpl
@@ -58,6 +59,7 @@ def test_replayed_steps_give_the_tokens_of_transformers(
     seen, drafts = engine.seen, speculator != "none"
     assert engine.built.engine.loop.max_depth_seen == depth
     assert tally.counts["graph_replays"] == device.replays > 40
+    assert engine.built.engine.loads().extra["events"] == tally.counts
     assert tally.counts["graph_captures"] == len(device.graphs) == (8 if drafts else 4)  # 1, 2, 4, 6 rows
     assert tally.counts["eager_long_rows"], "prompts are computed eagerly"
     assert seen["preempted"]
@@ -88,3 +90,22 @@ def test_replayed_drafts_of_the_target_itself_are_always_right(
     assert engine.seen["preempted"]
     assert engine.seen["accepted"] > 200
     assert engine.seen["rejected"] <= 0.01 * engine.seen["accepted"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("speculator", ["none", NGRAM], ids=["none", "ngram"])
+@pytest.mark.parametrize("attention", [{"use": "torch", "graphs": True}, {"use": "triton"}], ids=["torch", "triton"])
+def test_real_graphs_give_the_tokens_of_transformers(
+    run: Any, book: Any, tiny: Any, attention: Any, speculator: Any, caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = tiny.config({"use": "chunked", "max_chunk": 16}, "prefix", speculator, 2, attention=attention)
+    settings |= {"device": "cuda", "execution": {"depth": 2, "graphs": "full"}}
+    engine = run(settings)
+    for abort in ({}, {}, {1: 3, 4: 3}):
+        for prompt, output in zip(tiny.prompts(), engine.generate(tiny.prompts(), MAX_TOKENS, abort), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    engine.assert_clean()
+    [report] = engine.built.engine.loop.parts.executor.report()
+    assert report.counts["graph_replays"] > 40
+    assert not [record for record in caplog.records if "set aside" in record.message and record.levelname == "WARNING"]
