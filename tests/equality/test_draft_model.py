@@ -77,3 +77,20 @@ def test_the_target_as_its_own_draft_is_always_right(run: Any, tiny: Any, depth:
     assert seen["preempted"]
     assert seen["accepted"] > 300
     assert seen["rejected"] <= 0.01 * seen["accepted"], "beside near ties, every draft should be right"
+
+
+@pytest.mark.slow
+def test_each_rank_of_tensor_parallelism_has_a_draft_model_and_all_take_the_same_drafts(
+    run: Any, book: Any, tiny: Any, noisy: Path,
+) -> None:
+    """Greedy rows and sampled ones, so that drafts are drawn, too."""
+    speculator = {"use": "draft", "model": str(noisy), "max_draft": 3}
+    engine = run(tiny.config("chunked", "prefix", speculator, 2, parallel=[{"use": "tensor", "size": 2}]))
+    prompts = tiny.prompts()
+    for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS), strict=True):
+        book.compare(tiny.reference, prompt, output)
+    assert 0.2 < acceptance(engine.seen) < 0.8, dict(engine.seen)
+    before = engine.seen["accepted"]
+    engine.generate(prompts, MAX_TOKENS, temperature=1.0, seed=3)
+    assert engine.seen["accepted"] > before
+    engine.assert_clean()

@@ -189,6 +189,17 @@ def test_with_graphs_a_head_changes_no_token(
     assert 0.2 < engine.seen["accepted"] / (engine.seen["accepted"] + engine.seen["rejected"]) < 0.8
 
 
+@pytest.mark.slow
+def test_each_rank_of_tensor_parallelism_has_a_head(run: Any, book: Any, tiny: Any, head: Any) -> None:
+    speculator = {"use": "eagle", "model": str(head[1]), "max_draft": 3}
+    engine = run(tiny.config("chunked", "prefix", speculator, 2, parallel=[{"use": "tensor", "size": 2}]))
+    prompts = tiny.prompts()
+    for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS), strict=True):
+        book.compare(tiny.reference, prompt, output)
+    assert 0.2 < engine.seen["accepted"] / (engine.seen["accepted"] + engine.seen["rejected"]) < 0.8
+    engine.assert_clean()
+
+
 def test_a_cached_prefix_costs_no_acceptance(run: Any, tiny: Any, head: Any) -> None:
     speculator = {"use": "eagle", "model": str(head[1]), "max_draft": 3}
     engine = run(tiny.config("chunked", "prefix", speculator, 1, num_blocks=400))
