@@ -72,7 +72,7 @@ def _add_own_routes(app: FastAPI, api: Api) -> None:
         return info.version()
 
     @app.get("/server_info")
-    async def server_info() -> dict[str, Any]:
+    def server_info() -> dict[str, Any]:  # beside the event loop: it waits for the ranks
         return info.server_info(api)
 
     @app.post("/tokenize", openapi_extra=schema_of(TokenizeText))

@@ -92,7 +92,7 @@ def served_by(built: "Built") -> Served:
         request_options=built.request_options, honoured=built.honoured, seed=config.seed,
         describe=lambda: {
             "components": built.listing(), "config": built.resolved.effective(),
-            "notes": [*built.warnings, *built.notes],
+            "notes": [*built.warnings, *built.notes], "ranks": built.ranks(),
         },
         install_routes=lambda app: built.install_routes(app),
     )

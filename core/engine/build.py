@@ -4,7 +4,8 @@ Cheap checks come before expensive work: components are built and their demands 
 read, then weights are loaded, then pages are divided. What one engine is made of is in ``assembly``.
 """
 
-from dataclasses import dataclass, field
+import contextlib
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from hotswap.core.config import Config, ResolvedConfig
 from hotswap.core.config.check import check_config
 from hotswap.core.engine.assembly import Assembly, BuiltEngine, build_model, nobody_for
 from hotswap.core.engine.clock import Clock, SystemClock
-from hotswap.core.errors import ConfigError
+from hotswap.core.errors import ConfigError, EngineStoppedError
 from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.model import Model, ModelFacts
@@ -22,6 +23,8 @@ from hotswap.core.registry import Registry
 
 if TYPE_CHECKING:
     from hotswap.core.modeling.checkpoint import Checkpoint
+
+RANKS_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -72,6 +75,17 @@ class Built:
             for name, live in [(None, self.fronts), *((built.replica.name, built.components) for built in self.engines)]
             for entry in live.listing()
         ]
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """What each rank of each engine holds and has done, as JSON; nothing of engines that have ended. Waits for the
+        steps in flight, a few seconds at most: not from an engine's loop."""
+        found: list[dict[str, Any]] = []
+        for built in self.engines:
+            with contextlib.suppress(EngineStoppedError):
+                for report in built.engine.call(built.engine.loop.parts.executor.report, RANKS_TIMEOUT_S):
+                    calls = {name: count._asdict() for name, count in report.collectives.items()}
+                    found.append({"replica": built.replica.name, **asdict(report), "collectives": calls})
+        return found
 
     def install_routes(self, app: Any) -> None:
         """Let every observer of every engine add its routes to the HTTP application."""

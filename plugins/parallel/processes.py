@@ -125,15 +125,15 @@ class ProcessesExecutor(Executor):
         return self._crew
 
     def _meeting_place(self, crew: Crew) -> str:
-        """Where the ranks find one another, as a URL of torch's: a file that nobody else may open, or, for ranks on
-        several machines, a store in this process at a port that the system chooses."""
+        """Where the ranks find one another: ``file:PATH``, which nobody else may open, or for ranks on several machines
+        ``tcp:HOST:PORT``, a store in this process at a port that the system chooses."""
         if crew.scratch is not None:
-            return f"file://{crew.scratch / 'store'}"
+            return f"file:{crew.scratch / 'store'}"
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it without saying so
 
         host = self.parts["launcher"].host()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return f"tcp://{host}:{self._store.port}"
+        return f"tcp:{host}:{self._store.port}"
 
     def _take(self, payload: bytes) -> None:
         """A verdict has come, for the oldest message without one."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from hotswap.core.blame import blame
 from hotswap.core.errors import ConfigError
@@ -28,7 +29,7 @@ ENTRY = f"{__name__}:serve"
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is told when it starts. ``secret``: hexadecimal. ``store``: where the ranks meet, torch's URL.
+    """What a rank is told when it starts. ``secret``: hexadecimal. ``store``: where the ranks meet.
     ``scratch``: a directory of the executor's that goes with it. ``local_rank``, ``local_size``: see ``Launcher``."""
 
     rank: int
@@ -111,10 +112,18 @@ def _build(job: Job) -> tuple[Worker, DistributedMesh]:
         torch.set_num_threads(max(1, torch.get_num_threads() // job.local_size))
     timeout = timedelta(seconds=job.timeout_s)
     dist.init_process_group(
-        backend, init_method=job.store, rank=job.rank, world_size=job.plan.world_size, timeout=timeout)
+        backend, store=_store(job), rank=job.rank, world_size=job.plan.world_size, timeout=timeout)
     mesh = DistributedMesh(job.plan, job.rank, device, timeout)
     factory: WorkerFactory = call(job.entry, job.arguments)
     return factory(job.plan, job.rank, mesh), mesh
+
+
+def _store(job: Job) -> Any:
+    kind, _, place = job.store.partition(":")
+    if kind == "file":
+        return FileStore(place, job.plan.world_size)
+    host, _, port = place.rpartition(":")
+    return TCPStore(host, int(port), is_master=False)
 
 
 def _device(job: Job) -> str:

@@ -288,6 +288,20 @@ def test_a_loop_that_dies_says_so_and_ends_every_request(engines: list[Engine]) 
         engine.add(request("later"), Box().sink)
 
 
+def test_an_idle_engine_ends_when_its_workers_are_gone(engines: list[Engine]) -> None:
+    rig = make_rig()
+    engine = start(engines, rig)
+    box = Box()
+    engine.add(request("r", max_tokens=2), box.sink)
+    assert box.reason() is FinishReason.LENGTH
+    rig.executor.health = lambda: "rank 1 was killed"  # type: ignore[method-assign]
+    deadline = time.perf_counter() + 5
+    while engine.failure is None:
+        assert time.perf_counter() < deadline
+        time.sleep(0.01)
+    assert "rank 1 was killed" in engine.failure
+
+
 def test_nobody_waits_for_a_loop_that_has_died(engines: list[Engine]) -> None:
     rig = make_rig()
     engine = start(engines, rig)

@@ -30,8 +30,8 @@ class LocalLauncher(Launcher):
 
     def start(self, entry: str, arguments: Sequence[dict[str, Any]]) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        if loopback := _loopback():
-            environment["GLOO_SOCKET_IFNAME"] = loopback  # what stays on this machine is not offered to others
+        if interface := loopback():
+            environment["GLOO_SOCKET_IFNAME"] = interface  # what stays on this machine is not offered to others
         for place, given in enumerate(arguments):
             try:
                 process = Popen(
@@ -66,5 +66,6 @@ def _reason(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _loopback() -> str | None:
+def loopback() -> str | None:
+    """The name of the network interface that no other machine sees."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
