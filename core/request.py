@@ -135,7 +135,10 @@ class Handoff:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate. ``n > 1`` is several of these, made by the front.
+    """One sequence to generate. ``n > 1`` is several of these, made by the front; the first is the others' parent.
+
+    ``fork_of``: a request with the same prompt and cache key that was added before. Where it lives in the same engine,
+    this one waits until it has computed the prompt, and shares its pages.
 
     ``hands_over``: the engine's part is done with the first token of the output, unless that is the last one anyway.
     ``continued``: what another engine has done already; who sampled a token emits it.
@@ -156,6 +159,7 @@ class Request:
     detokenizer: Detokenizer | None = None
     hands_over: bool = False
     continued: Handoff | None = None
+    fork_of: str | None = None
 
 
 @dataclass(slots=True)

@@ -122,12 +122,14 @@ class Frontend:
         for position, prompt in enumerate(prompts):
             resolved = validate_prompt(
                 prompt.token_ids, sampling, vocab_size=self.served.vocab_size, max_model_len=self.served.max_model_len)
+            first = f"{call_id}-{position * sampling.n}"
             for choice in range(sampling.n):
                 requests.append(Request(
                     id=f"{call_id}-{position * sampling.n + choice}", prompt_token_ids=prompt.token_ids,
                     sampling=resolved, seed=derived_seed(seed, choice), eos_token_ids=self.served.eos_token_ids,
                     bad_words_token_ids=bad_words, priority=caller.priority, tenant=caller.tenant, attrs=caller.attrs,
                     cache_key=replace(self.served.cache_key, salt=caller.salt), detokenizer=self._detokenizer(resolved),
+                    fork_of=first if choice else None,
                 ))
         return requests
 

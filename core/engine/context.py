@@ -7,9 +7,19 @@ from typing import Any
 
 from hotswap.core.engine.pool import RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
 from hotswap.core.engine.transfers import Transfers
-from hotswap.core.interfaces.kvcache import NOTHING, Fence, KVCacheManager, Match
+from hotswap.core.interfaces.kvcache import NOTHING, Fence, Grant, KVCacheManager, Match
 from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage
-from hotswap.core.interfaces.scheduler import GRANTED, LATER, Answer, Probe, Row, StepPlan, SuspendMode, Suspension
+from hotswap.core.interfaces.scheduler import (
+    GONE,
+    GRANTED,
+    LATER,
+    Answer,
+    Probe,
+    Row,
+    StepPlan,
+    SuspendMode,
+    Suspension,
+)
 
 Hold = tuple[str, str]
 
@@ -174,11 +184,18 @@ class Context:
             raise PlanError(f"{total} tokens planned, but the budget of this step is {self.token_budget}")
         return states
 
+    def _forkable(self, state: RequestState) -> int:
+        """How many tokens a request could share with its parent now. The last one of the prompt it computes itself."""
+        parent, shared = state.parent, state.prompt_length - 1 - self._limits.reuse_tail
+        return shared if parent is not None and parent.status is RUNNING and parent.verified >= shared > 0 else 0
+
     def _match(self, state: RequestState) -> Match:
         return self._find(state)[0]
 
     def _find(self, state: RequestState) -> tuple[Match, bool]:
         """What could be reused, from elsewhere too, and whether something there is on its way yet."""
+        if shared := self._forkable(state):
+            return Match(shared, 0), False
         # Where prompt logprobs are asked, every prompt token must be computed. Else all but the last may be reused.
         limit, tail = 0 if state.prompt_logprobs is not None else len(state.tokens) - 1, self._limits.reuse_tail
         match = self._kv.match(state.tokens, state.request.cache_key, limit, tail)
@@ -193,14 +210,16 @@ class Context:
         base = match.cached + match.pending
         if on_its_way or base + n_tokens > known or (drafts and base + n_tokens < known):
             return LATER
-        upto = base + n_tokens + drafts
-        grant = self._kv.reserve(state.id, upto, match, state.request.cache_key, state.tokens)
-        if isinstance(grant, Answer):
-            return grant
+        shared = self._forkable(state)
+        grants = self._take_pages(state, match, shared, base + n_tokens + drafts)
+        if isinstance(grants, Answer):
+            return grants
         if self._order is None:
             self._order = list(self._pool.running)
         state.refresh_waiting(match, self._limits.lookahead)
-        self._journal.append(partial(self._unstart, state, grant.entry, state.on_worker, state.cached_tokens))
+        self._journal.append(partial(
+            self._unstart, state, [grant.entry for grant in grants], state.on_worker, state.cached_tokens,
+            state.parent))
         if not state.on_worker:
             request = state.request
             self.message.new.append(NewRequest(
@@ -208,16 +227,37 @@ class Context:
                 request.eos_token_ids, request.bad_words_token_ids,
             ))
         self.message.resumes.append(Resume(state.id, base))
-        self.message.grants.append((state.id, grant))
+        self.message.grants += [(state.id, grant) for grant in grants]
         # Of what is pending, nothing is sure before the worker has said so.
-        state.on_worker, state.computed, state.verified, state.told = True, base, match.cached, known
-        state.commit_due = 0
+        state.on_worker, state.computed, state.verified = True, base, match.cached
+        state.told, state.commit_due = shared or known, 0  # of a fork, the manager knows what is shared
+        state.parent = None
         if state.cached_tokens is None:
             state.cached_tokens = base
         self._pool.start(state)
-        if (attachment := self._transfers.attach(state, grant, match)) is not None:
+        if (attachment := self._transfers.attach(state, grants[0], match)) is not None:
             self._journal.append(partial(self._transfers.undo, attachment.entry))
         return GRANTED
+
+    def _take_pages(self, state: RequestState, match: Match, shared: int, upto: int) -> list[Grant] | Answer:
+        """Room for ``upto`` tokens of a request that starts: behind what matches, or behind what its parent shares."""
+        if not shared:
+            grant = self._kv.reserve(state.id, upto, match, state.request.cache_key, state.tokens)
+            return grant if isinstance(grant, Answer) else [grant]
+        parent = state.parent
+        assert parent is not None
+        parent.commit(self._kv)
+        fork = self._kv.fork(parent.id, state.id, shared, self._step_id)
+        if isinstance(fork, Answer):
+            if fork is GONE:  # its window has moved on: this one starts as any other, in the next plan
+                state.parent = None
+                return LATER
+            return fork
+        grown = self._kv.reserve(state.id, upto)
+        if isinstance(grown, Answer):
+            self._kv.undo(fork.entry)
+            return grown
+        return [fork] if grown is NOTHING else [fork, grown]
 
     def _save(self, state: RequestState, mode: SuspendMode, fences: set[Fence]) -> SuspendMode:
         """Have the pages of a request saved that is being suspended, if that can be and should be."""
@@ -229,11 +269,15 @@ class Context:
             fences.add(saving.fence)
         return SuspendMode.SWAP
 
-    def _unstart(self, state: RequestState, entry: Any, on_worker: bool, cached_tokens: int | None) -> None:
+    def _unstart(
+        self, state: RequestState, entries: list[Any], on_worker: bool, cached_tokens: int | None,
+        parent: RequestState | None,
+    ) -> None:
         self._transfers.detach(state)
-        self._kv.undo(entry)
+        for entry in reversed(entries):
+            self._kv.undo(entry)
         self._pool.pause(state, WAITING)
-        state.on_worker, state.cached_tokens = on_worker, cached_tokens
+        state.on_worker, state.cached_tokens, state.parent = on_worker, cached_tokens, parent
         state.computed = state.verified = 0
 
     def _resume(self, state: RequestState, entry: Any, filling: str | None) -> None:

@@ -78,6 +78,8 @@ class EngineLoop:
         self.failed_plans = 0
         self.last_plan_error: str | None = None
         self._drops: list[str] = []
+        # Who forms a batch and starts nobody until it has ended would start the children behind it.
+        self.forks = "fork" in parts.kv.describe().offers and "closed_batches" not in parts.scheduler.describe().offers
         self._listeners: list[EventListener] = []
         parts.kv.keep_events(parts.observers.active)
 
@@ -94,7 +96,36 @@ class EngineLoop:
         state = self.pool.add(request, sink, now, most)
         if self.parts.observers.active:
             self.parts.observers.notify("hotswap_request_arrived", request=state, time=now)
-        self._admit(state)
+        if not self._waits_for_parent(state):
+            self._admit(state)
+
+    def _waits_for_parent(self, state: RequestState) -> bool:
+        """Whether a request can share its parent's pages once these are computed; the parent keeps it until then."""
+        request, parent = state.request, self.pool.states.get(state.request.fork_of or "")
+        if parent is None or not self.forks or self._shared_by_forks(state) <= 0 or request.continued is not None:
+            return False
+        same = parent.request.prompt_token_ids == request.prompt_token_ids
+        if not same or parent.request.cache_key != request.cache_key or state.prompt_logprobs is not None:
+            return False
+        state.parent = parent
+        if self._has_prompt(parent):
+            return False
+        parent.held.append(state)
+        return True
+
+    def _shared_by_forks(self, state: RequestState) -> int:
+        return state.prompt_length - 1 - self.limits.reuse_tail
+
+    def _has_prompt(self, state: RequestState) -> bool:
+        """Has a request computed all that its children may share?"""
+        return state.status is RUNNING and state.verified >= self._shared_by_forks(state)
+
+    def _let_children_go(self, state: RequestState) -> None:
+        """To the scheduler: to share what their parent has computed, or as any other where it does not run."""
+        held, state.held = state.held, []
+        for child in held:
+            if child.status is WAITING:
+                self._admit(child)
 
     def abort(self, request_id: str) -> None:
         state = self.pool.states.get(request_id)
@@ -260,6 +291,8 @@ class EngineLoop:
         known, computed = len(state.tokens), row.computed
         # Tokens that a stop rule cut off were computed but are not the request's: they must not become shareable.
         state.settle(computed if computed < known else known, row.lag)
+        if state.held and self._has_prompt(state):
+            self._let_children_go(state)
         if state.verified >= state.commit_due:
             state.commit(self.parts.kv)
 
@@ -275,6 +308,7 @@ class EngineLoop:
             state.on_worker = False
             state.preemptions += 1
             self._admit(state)
+            self._let_children_go(state)
 
     def _end_transfers(self, verdict: Verdict) -> None:
         """Transfers that every rank has done: who waited for one can step, and pages behind it are free."""
@@ -322,6 +356,7 @@ class EngineLoop:
         self.pool.remove(state)
         state.finish_reason, state.finished_at = reason, self.clock.now()
         self._guard("drop", lambda: self.parts.scheduler.drop(state.id))
+        self._let_children_go(state)
         if self.parts.observers.active:
             self.parts.observers.notify(
                 "hotswap_request_finished", request=state, reason=reason.value, time=state.finished_at)

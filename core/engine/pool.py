@@ -36,10 +36,10 @@ class RequestState:
 
     __slots__ = (
         "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end", "filling",
-        "finish_reason", "finished_at", "first_scheduled_at", "first_token_at", "flying", "hands_over", "id",
-        "kept_in_flight", "max_new", "on_worker", "preemptions", "priority", "prompt_length", "prompt_logprobs",
-        "ready", "request", "reusable", "sequence", "sink", "status", "stop_ids", "tenant", "told", "tokens",
-        "verified",
+        "finish_reason", "finished_at", "first_scheduled_at", "first_token_at", "flying", "hands_over", "held",
+        "id", "kept_in_flight", "max_new", "on_worker", "parent", "preemptions", "priority", "prompt_length",
+        "prompt_logprobs", "ready", "request", "reusable", "sequence", "sink", "status", "stop_ids", "tenant", "told",
+        "tokens", "verified",
     )
 
     def __init__(self, request: Request, sink: OutputSink, arrival: float, sequence: int, max_new: int) -> None:
@@ -61,6 +61,8 @@ class RequestState:
         self.flying: deque[FlyingRow] = deque()
         self.on_worker = False
         self.filling: str | None = None  # the transfer that brings tokens into its pages; it cannot step before
+        self.parent: RequestState | None = None  # whose pages it shares at its first start, if they are there then
+        self.held: list[RequestState] = []  # of its children: those that the scheduler has not been told of
         self.cached_tokens: int | None = None
         self.first_scheduled_at: float | None = None
         self.first_token_at: float | None = None

@@ -199,7 +199,8 @@ class KVCacheManager(Component):
 
     def fork(self, parent: str, child: str, upto: int, fence: Fence) -> Grant | Answer:
         """Share the parent's first ``upto`` tokens with a new child; a partial page is copied, its source stays until
-        ``fence``. Only where "fork" is offered. Core does not call it yet: n > 1 is n requests that share by matching.
+        ``fence``. LATER also where the parent has not computed so many; GONE where it has them no more, since a window
+        has moved on. Only where "fork" is offered; elsewhere the requests of an n > 1 share by matching.
         """
         raise NotImplementedError(f"{type(self).__name__} does not offer fork")
 

@@ -175,7 +175,7 @@ class Scheduler(Component):
 
     Core calls ``admit`` when a request starts to wait (on arrival, after a suspension, and for all that wait when the
     scheduler is exchanged) and ``drop`` when a request ends in whatever way. A request that runs stays known until it
-    is dropped.
+    is dropped. One that starts nobody while others run offers "closed_batches" (in ``describe().offers``).
     """
 
     kind: ClassVar[str] = "scheduler"

@@ -115,10 +115,12 @@ class Replay:
     def _request(self, event: Event) -> Request:
         sampling = SamplingParams(
             max_tokens=event["max_new"], prompt_logprobs=0 if event["prompt_logprobs"] else None)
-        prompt = self._surrogates(event["id"], event["content"], event["prompt_length"])
+        name = event.get("fork_of") or event["id"]  # those that fork have their parent's prompt, to the last token
+        prompt = self._surrogates(name, event["content"], event["prompt_length"])
         return Request(
             event["id"], prompt, sampling, eos_token_ids=frozenset([STOP]), priority=event["priority"],
-            tenant=event["tenant"], deadline=event["deadline"], cache_key=CacheKey(salt=event["cache_key"]))
+            tenant=event["tenant"], deadline=event["deadline"], cache_key=CacheKey(salt=event["cache_key"]),
+            fork_of=event.get("fork_of"))
 
     def _output(self, event: Event) -> list[int]:
         """The surrogate output: pages that were full at the end by digest, the rest by the request's own name."""

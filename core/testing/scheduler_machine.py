@@ -63,11 +63,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(
         self, prompt: list[int], again: bool, output: int, priority: int, stop: bool, tenant: str,
     ) -> None:
-        if again and self.requests:
-            prompt = self.requests[-1].prompt_token_ids
+        parent = self.requests[-1] if again and self.requests else None
+        if parent is not None:
+            prompt = parent.prompt_token_ids
         self.requests.append(self.rig.add(
             f"r{len(self.requests)}", prompt, min(output, MAX_LEN - len(prompt)), priority=priority, tenant=tenant,
-            eos_token_ids=frozenset([5] if stop else [])))
+            fork_of=parent.id if parent is not None else None, eos_token_ids=frozenset([5] if stop else [])))
 
     @rule(turns=st.integers(1, 6))
     def turn(self, turns: int) -> None:

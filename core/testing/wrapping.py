@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hotswap.core.interfaces.component import Description
 from hotswap.core.interfaces.scheduler import PlanContext, Scheduler, StepOutcome, StepPlan
 
 
@@ -11,6 +12,9 @@ class Wrapped(Scheduler):
     def __init__(self, inner: Scheduler) -> None:
         super().__init__()
         self.inner = inner
+
+    def describe(self) -> Description:
+        return self.inner.describe()
 
     def admit(self, view: Any) -> None:
         self.inner.admit(view)

@@ -68,7 +68,8 @@ class DecisionLog(Observer):
             "arrival", time, id=request.id, prompt_length=request.prompt_length, max_new=request.max_new,
             priority=request.priority, tenant=self._digest(request.tenant.encode()) if request.tenant else "",
             deadline=request.deadline, cache_key=self._digest(repr(request.request.cache_key).encode()),
-            prompt_logprobs=request.prompt_logprobs is not None, content=self._content(request, 0),
+            prompt_logprobs=request.prompt_logprobs is not None, fork_of=request.request.fork_of,
+            content=self._content(request, 0),
         )
 
     @hookimpl

@@ -1,5 +1,6 @@
 """Static batching: the textbook baseline, as in FasterTransformer or a ``generate`` call on a padded batch."""
 
+from hotswap.core.interfaces.component import Description
 from hotswap.core.interfaces.scheduler import PlanContext, StepPlan
 from hotswap.plugins.schedulers.base import QueueScheduler, Step
 
@@ -10,6 +11,9 @@ class StaticScheduler(QueueScheduler):
     Choose it as a baseline to compare with; it wastes the places of requests that end early. Prompts longer than what
     is left of the token budget are computed over several steps, before any of the batch decodes.
     """
+
+    def describe(self) -> Description:
+        return Description(offers=frozenset({"closed_batches"}))
 
     def plan(self, ctx: PlanContext) -> StepPlan:
         step = Step(ctx)

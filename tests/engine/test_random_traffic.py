@@ -10,7 +10,8 @@ from hotswap.core.interfaces.scheduler import Answer, PlanContext, Scheduler, St
 from hotswap.core.testing.rig import Rig, assert_clean, build, expected, make_rig, random_prompt
 from hotswap.core.testing.wrapping import Wrapped
 
-TRIALS = 40
+TRIALS = 22
+POLICIES = ["fcfs", "priority", "shortest_first", "longest_prefix_first", "fair_share"]
 SEEN: Counter[str] = Counter()
 
 
@@ -70,7 +71,7 @@ def trial(seed: int, scheduler: str, kv: str) -> None:
     if kv != "contiguous" and rng.random() < 0.5:
         windows["window"] = rng.choice([1, 3, 6, 13])
     depth, chained = rng.choice([(1, True), (2, True), (2, True), (3, False)])
-    inner = build("scheduler", scheduler, policy=rng.choice(["fcfs", "priority"]))
+    inner = build("scheduler", scheduler, policy=rng.choice(POLICIES))
     rig = make_rig(
         Unreliable(inner, rng), kv, windows=windows, page_size=page_size, max_model_len=longest,
         num_pages=1 + -(-int(longest * rng.uniform(1.0, 2.5)) // page_size), max_batch_tokens=rng.choice([9, 16, 40]),
@@ -89,6 +90,8 @@ def trial(seed: int, scheduler: str, kv: str) -> None:
     SEEN["accepted drafts"] += rig.worker.accepted
     SEEN["rejected drafts"] += rig.worker.drafted - rig.worker.accepted
     SEEN["reads"] += rig.worker.reads
+    copies = [change.copies for m in rig.executor.messages for _, grant in m.grants for change in grant.groups.values()]
+    SEEN["pages copied"] += sum(map(len, copies))
 
 
 def _drive(rig: Rig, rng: random.Random, longest: int) -> tuple[list[Any], set[str]]:
@@ -100,10 +103,13 @@ def _drive(rig: Rig, rng: random.Random, longest: int) -> tuple[list[Any], set[s
     for turn in range(4000):
         while arrivals and arrivals[0] <= turn:
             arrivals.pop(0)
-            prompt = random_prompt(rng, 40, shared)
+            prompt, parent = random_prompt(rng, 40, shared), None
+            if requests and rng.random() < 0.4:
+                parent = requests[-1].fork_of or requests[-1].id
+                prompt = requests[-1].prompt_token_ids
             requests.append(rig.add(
                 f"r{len(requests)}", prompt, rng.randrange(1, longest - len(prompt)), seed=rng.randrange(3),
-                priority=rng.randrange(3), eos_token_ids=frozenset(rng.choice([(), (5,), (1, 2)])),
+                priority=rng.randrange(3), eos_token_ids=frozenset(rng.choice([(), (5,), (1, 2)])), fork_of=parent,
             ))
         if aborts.get(turn) in rig.loop.pool.states:
             state = rig.loop.pool.states[aborts[turn]]
@@ -120,8 +126,8 @@ def _drive(rig: Rig, rng: random.Random, longest: int) -> tuple[list[Any], set[s
     raise AssertionError(f"no progress: {rig.loop.pool.snapshot()}")
 
 
-@pytest.mark.parametrize("kv", ["contiguous", "paged", "prefix"])
-@pytest.mark.parametrize("scheduler", ["static", "continuous", "chunked"])
+@pytest.mark.parametrize("kv", ["contiguous", "paged", "prefix", "radix"])
+@pytest.mark.parametrize("scheduler", ["static", "continuous", "chunked", "prefill_first"])
 def test_every_request_gets_its_own_tokens_and_every_page_comes_back(scheduler: str, kv: str) -> None:
     for seed in range(TRIALS):
         trial(seed, scheduler, kv)
@@ -132,5 +138,5 @@ def test_the_trials_did_what_they_claim() -> None:
     if sum(SEEN.values()) == 0:
         pytest.skip("the trials did not run")
     for what in ("plans undone", "two steps in flight", "accepted drafts", "rejected drafts", "preempted", "hits",
-                 "answer later", "answer no", "abort running in flight", "abort waiting"):
+                 "pages copied", "answer later", "answer no", "abort running in flight", "abort waiting"):
         assert SEEN[what] > 0, (what, SEEN)

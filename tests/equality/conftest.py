@@ -167,7 +167,7 @@ class Running:
         return answers
 
     def request(self, index: int, prompt: Sequence[int], **fields: Any) -> Request:
-        own = {key: fields.pop(key) for key in ("priority", "eos_token_ids", "detokenizer") if key in fields}
+        own = {key: fields.pop(key) for key in ("priority", "eos_token_ids", "detokenizer", "fork_of") if key in fields}
         sampling = SamplingParams(**{"temperature": 0, **fields})
         return Request(self.name(index), list(prompt), sampling, seed=sampling.seed or 0, **own)
 
