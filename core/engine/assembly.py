@@ -118,6 +118,8 @@ class Assembly:
             engine = self._loop(config, parts, live, info, ranks)
         except BaseException:
             parts.executor.stop()
+            if (transfer := _transfer(parts)) is not None:
+                transfer.close()
             raise
         self._built[name] = BuiltEngine(replica, engine, live, cache_plan)
         return engine
@@ -128,7 +130,8 @@ class Assembly:
             plan = _divide_memory(config, parts, info, self._max_model_len)
             if transfer is not None:
                 plan = replace(plan, transfer=transfer.configure(
-                    TransferLayout(info.cache_specs, plan, ranks, self._clock.now)))
+                    TransferLayout(
+                        info.cache_specs, plan, ranks, self._clock.now, self._checkpoint.revision)))
             parts.executor.allocate(plan)
         except (MemoryError, RuntimeError) as error:  # numpy's and torch's word for it
             elsewhere = "" if transfer is None else ", what kv_transfer takes"

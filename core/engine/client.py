@@ -63,9 +63,13 @@ class Engine:
     def loads(self) -> Loads:
         pool, usage = self.loop.pool, self.loop.parts.kv.usage()
         busy = usage.held + usage.fenced
-        extra = {"speculation": self.loop.drafts.report()} if self.loop.limits.lookahead else {}
+        extra: dict[str, Any] = {}
+        if self.loop.limits.lookahead:
+            extra["speculation"] = self.loop.drafts.report()
         if self.loop.events:
             extra["events"] = dict(self.loop.events)
+        if counters := self.loop.transfers.counters():
+            extra["kv_transfer"] = dict(counters)
         return Loads(len(pool.running), pool.waiting + self._queued, busy / max(1, usage.total), extra=extra)
 
     def engines(self) -> Sequence[EngineStatus]:
@@ -179,6 +183,7 @@ class Engine:
         finally:
             self._idle.set()
             self.loop.parts.executor.stop()
+            self.loop.transfers.close()
             if self._on_stop:
                 self._on_stop()
 

@@ -82,7 +82,7 @@ class Transfers:
 
     def forget(self, state: RequestState) -> None:
         if self.component is not None:
-            self.component.forget(state.id)
+            self.component.forget(state.request)
 
     def undo(self, entry: Any) -> None:
         if entry is not None and self.component is not None:
@@ -106,6 +106,10 @@ class Transfers:
 
     def reset(self) -> int:
         return self.component.reset() if self.component is not None else 0
+
+    def close(self) -> None:
+        if self.component is not None:
+            self.component.close()
 
     def counters(self) -> Mapping[str, int]:
         return self.component.counters() if self.component is not None else {}

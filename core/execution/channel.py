@@ -40,7 +40,8 @@ class ChannelClosedError(ConnectionError):
 
 
 class Kind(IntEnum):
-    """What a frame holds. From the engine: ALLOCATE, EXECUTE, REPORT, STOP. From a worker: the others."""
+    """What a frame holds. From the engine: ALLOCATE, EXECUTE, REPORT, STOP. From a worker: READY to TRANSFERS.
+    Between workers of two engines: FETCH, PAGES, DONE, REFUSED."""
 
     ALLOCATE = 1
     EXECUTE = 2
@@ -52,6 +53,9 @@ class Kind(IntEnum):
     REPORTED = 13
     REFUSED = 14
     FAILED = 15
+    TRANSFERS = 16
+    FETCH = 20
+    PAGES = 21
 
 
 _KINDS = frozenset(map(int, Kind))
@@ -110,6 +114,10 @@ class Channel:
         if length > MAX_FRAME_BYTES or kind not in _KINDS:
             raise ChannelClosedError(f"a peer announced {length} bytes of kind {kind}, which is no frame of ours")
         return Frame(Kind(kind), _read(self._socket, length))
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long the peer may stand still in the middle of a ``send`` or a ``receive``; it is gone then."""
+        self._socket.settimeout(seconds)
 
     def close(self) -> None:
         """Wakes a ``receive`` in another thread."""

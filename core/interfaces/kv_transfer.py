@@ -35,20 +35,22 @@ from hotswap.core.request import Request
 if TYPE_CHECKING:
     import torch
 
-REUSE, SWAP = "reuse", "swap"
+REUSE, SWAP, HANDOFF = "reuse", "swap", "handoff"
 """What a transfer may offer: core calls ``lookup``, ``attach`` and ``finished`` only with the first, ``save`` and
-``suspended`` only with the second, which needs the first."""
+``suspended`` only with the second, which needs the first. With the third, too, ``finished`` keeps the pages of a
+request that ends with the reason ``handoff``, and ``lookup`` finds them at the next engine by ``Request.continued``."""
 
 
 @dataclass(frozen=True)
 class TransferLayout:
     """What the host half is told once. ``specs`` are those of one rank; ``ranks`` is how many worker halves there are;
-    ``now`` gives seconds by the engine's clock."""
+    ``now`` gives seconds by the engine's clock; ``model`` is the checkpoint's revision."""
 
     specs: tuple[CacheSpec, ...]
     plan: CachePlan
     ranks: int
     now: Callable[[], float]
+    model: str = ""
 
 
 class Attachment(NamedTuple):
@@ -136,8 +138,9 @@ class KVTransfer(Component):
         and sure. Start to read the pages, or do not. Never inside a plan."""
 
     @abstractmethod
-    def forget(self, request_id: str) -> None:
-        """The request has ended: nobody will ask for what was saved for it alone. Comes for every request."""
+    def forget(self, request: Request) -> None:
+        """The request has ended: nobody will ask for what was saved for it alone, or read what it carries. Comes for
+        every request."""
 
     @abstractmethod
     def undo(self, entry: Any) -> None:
@@ -169,6 +172,9 @@ class KVTransfer(Component):
 
     def check(self) -> None:
         """Verify every invariant; raises KVInvariantError. Slow: for tests and doctors."""
+
+    def close(self) -> None:
+        """The engine has ended, its worker halves before it: give back what ``configure`` took."""
 
     def leaks(self) -> Mapping[str, int]:
         """What is still held by name though no request lives and no transfer runs; empty when all is well."""

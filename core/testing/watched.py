@@ -55,8 +55,8 @@ class Watched(KVTransfer):
     def finished(self, request: Request, tokens: Sequence[int], table: Grant, reason: str) -> Kept:
         return self.inner.finished(request, tokens, table, reason)
 
-    def forget(self, request_id: str) -> None:
-        self.inner.forget(request_id)
+    def forget(self, request: Request) -> None:
+        self.inner.forget(request)
 
     def undo(self, entry: Any) -> None:
         self.inner.undo(entry)
@@ -78,6 +78,9 @@ class Watched(KVTransfer):
 
     def counters(self) -> Mapping[str, int]:
         return self.inner.counters()
+
+    def close(self) -> None:
+        self.inner.close()
 
     def check(self) -> None:
         self.inner.check()

@@ -306,7 +306,10 @@ class HostTier(KVTransfer):
         self._saves.append((name, moves.by_group))
         return Kept(name)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request: Request) -> None:
+        self._drop(request.id)
+
+    def _drop(self, request_id: str) -> None:
         record = self._records.pop(request_id, None)
         if record is not None:
             record.shared = False
@@ -351,7 +354,7 @@ class HostTier(KVTransfer):
         """What it wrote was never to be found. What it read is not found again: it would fail again."""
         self._counts["failed"] += 1
         if work.record is not None and self._records.get(work.record.request) is work.record:
-            self.forget(work.record.request)
+            self._drop(work.record.request)
         for slot in work.slots:
             self._store.retract(slot)
 

@@ -35,7 +35,7 @@ class NoTransfer(KVTransfer):
     def finished(self, request: Request, tokens: Sequence[int], table: Grant, reason: str) -> Kept:
         return NOTHING_KEPT
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request: Request) -> None:
         pass
 
     def undo(self, entry: Any) -> None:

@@ -25,18 +25,18 @@ _LAST_WORDS_S = 1.0
 
 
 class Crew:
-    """``size`` ranks. What a rank answers to :meth:`ask` is waited for; ``on_verdict`` gets the verdicts that come of
+    """``size`` ranks. What a rank answers to :meth:`ask` is waited for; ``on_news`` gets the verdicts that come of
     themselves, on a thread of the crew's; ``on_end`` is told once, and on any thread, that a rank is gone and why.
 
     Whoever connects and does not know ``secret`` is hung up on; so is a second one that claims the same rank.
     """
 
     def __init__(
-        self, launcher: Launcher, size: int, secret: bytes, on_verdict: Callable[[bytes], None],
+        self, launcher: Launcher, size: int, secret: bytes, on_news: Callable[[Frame], None],
         on_end: Callable[[str], None],
     ) -> None:
         self._launcher, self._size, self._secret = launcher, size, secret
-        self._on_verdict, self._on_end = on_verdict, on_end
+        self._on_news, self._on_end = on_news, on_end
         self._channels: dict[int, Channel] = {}
         self._answers: list[SimpleQueue[Frame]] = [SimpleQueue() for _ in range(size)]
         self._refusals: SimpleQueue[Refusal] = SimpleQueue()
@@ -153,8 +153,8 @@ class Crew:
         try:
             while True:
                 frame = channel.receive()
-                if frame.kind is Kind.VERDICT:
-                    self._on_verdict(frame.payload)
+                if frame.kind in (Kind.VERDICT, Kind.TRANSFERS):
+                    self._on_news(frame)
                 elif frame.kind is Kind.REFUSED:
                     self._refusals.put(decode(Refusal, frame.payload))
                     self._fail(f"rank {rank} was refused")

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.errors import EngineStoppedError, QueueFullError
-from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Part
+from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part, Requirement
 from hotswap.core.interfaces.parallel import (
     Deployment,
     EngineClient,
@@ -57,6 +57,10 @@ class Disaggregated(Deployment):
         """Which decode engine goes on with it."""
 
     options: Options
+
+    def describe(self) -> Description:
+        why = "its engines hand requests over, and computing every prompt twice would be for nothing"
+        return Description(requires=(Requirement("kv_transfer", "handoff", why, "kv_transfer.use"),))
 
     def roles(self) -> list[Role]:
         options = self.options
@@ -168,11 +172,10 @@ class Pair:
         pages, output.handoff, output.finish_reason = output.handoff, None, None
         leg.sink(output)
         continued = replace(leg.request, continued=Handoff(tuple(leg.tokens), pages))
-        if leg.aborted:
-            return self._end(leg, FinishReason.ABORT)
         if not self._goes_on(continued, leg):
-            return self._end(leg, FinishReason.ERROR, "no engine is left to go on with the request")
-        if leg.aborted:
+            reason = FinishReason.ABORT if leg.aborted else FinishReason.ERROR
+            return self._end(leg, reason, "no engine is left to go on with the request")
+        if leg.aborted:  # only now, so that its pages are given up by the engine that would have read them
             self.abort(leg.request.id)
         return None
 

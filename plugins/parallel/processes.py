@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hotswap.core.errors import EngineStoppedError
-from hotswap.core.execution.channel import SECRET_BYTES, ChannelClosedError, Kind, decode, encode, encode_message
+from hotswap.core.execution.channel import SECRET_BYTES, ChannelClosedError, Frame, Kind, decode, encode, encode_message
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
-from hotswap.core.interfaces.messages import StepMessage, Verdict
+from hotswap.core.interfaces.messages import EndedTransfer, StepMessage, Verdict
 from hotswap.core.interfaces.parallel import Executor, RankPlan, RankReport, Ticket, WorkerFactory, WorkerInfo
 from hotswap.plugins.parallel.crew import Crew
 from hotswap.plugins.parallel.rank import ENTRY, Job, Ready, job_arguments
@@ -53,6 +53,7 @@ class ProcessesExecutor(Executor):
         self._pending: deque[Future[Verdict]] = deque()
         self._tickets: dict[Ticket, Future[Verdict]] = {}
         self._next: Ticket = 0
+        self._ended: list[EndedTransfer] = []  # reported by ranks that give no verdicts
         self._news: list[tuple[str, list[int]]] = []
 
     def describe(self) -> Description:
@@ -100,6 +101,9 @@ class ProcessesExecutor(Executor):
 
     def collect(self, ticket: Ticket) -> Verdict:
         verdict = self._tickets.pop(ticket).result()
+        with self._lock:
+            verdict.finished_transfers += self._ended
+            self._ended = []
         if any(self._hearing):
             self._news += [(row.request, row.kept) for row in verdict.rows if row.kept]
         return verdict
@@ -135,9 +139,13 @@ class ProcessesExecutor(Executor):
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return f"tcp:{host}:{self._store.port}"
 
-    def _take(self, payload: bytes) -> None:
-        """A verdict has come, for the oldest message without one."""
-        verdict = decode(Verdict, payload)
+    def _take(self, frame: Frame) -> None:
+        """A verdict has come, for the oldest message without one; or transfers have ended at a rank that gives none."""
+        if frame.kind is Kind.TRANSFERS:
+            with self._lock:
+                self._ended += decode(list[EndedTransfer], frame.payload)
+            return
+        verdict = decode(Verdict, frame.payload)
         with self._lock:
             if not self._pending:
                 raise ChannelClosedError("a rank answered what nobody had asked")

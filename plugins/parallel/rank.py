@@ -149,6 +149,8 @@ def _work(worker: Worker, channel: Channel, frames: "SimpleQueue[Frame]", answer
             verdict = worker.execute(decode(StepMessage, frame.payload))
             if answers:
                 channel.send(Kind.VERDICT, encode(verdict))
+            elif verdict.finished_transfers:  # of its own pages, of which nobody else can tell
+                channel.send(Kind.TRANSFERS, encode(verdict.finished_transfers))
         elif frame.kind is Kind.ALLOCATE:
             worker.allocate(decode(CachePlan, frame.payload))
             channel.send(Kind.DONE)

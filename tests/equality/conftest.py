@@ -48,6 +48,7 @@ class Counting(Observer):
         self.seen.update(f"suspended by {mode}" for _, mode, _ in suspensions)
         self.seen["cut prompts"] += sum(widths.get(request, 0) < length for request, length in left.items())
         self.seen["mixed steps"] += len({width > 1 for width in widths.values()}) > 1
+        self.seen["computed"] += sum(widths.values())
         self.seen["widest row"] = max(self.seen["widest row"], *widths.values(), 0)
 
     @hookimpl
@@ -340,10 +341,16 @@ class Deployed:
         self.built.engine.drain(30)
         assert self.built.engine.loads().dispatched == 0
 
-    def assert_clean(self) -> None:
+    def assert_clean(self, seconds: float = 10.0) -> None:
+        """Once every transfer has ended, within ``seconds``."""
+        end = time.monotonic() + seconds
+        while any(built.engine.loop.transfers.pending for built in self.built.engines) and time.monotonic() < end:
+            time.sleep(0.005)
         for built in self.built.engines:
             loop = built.engine.loop
             built.engine.call(loop.parts.kv.check)
+            if loop.transfers.component is not None:
+                assert not loop.transfers.component.leaks(), built.replica.name
             usage = loop.parts.kv.usage()
             assert (usage.held, usage.fenced) == (0, 0), built.replica.name
             assert not loop.pool.states
@@ -399,6 +406,23 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
         return Tiny(path, Reference(model))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Two cache groups: the second layer sees a window of 12 tokens."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=160, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=False,
+        use_sliding_window=True, sliding_window=12, max_window_layers=1, bos_token_id=0, eos_token_id=1,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    path = tmp_path_factory.mktemp("tiny-windowed")
+    model.save_pretrained(path)
+    return Tiny(path, Reference(model))
 
 
 @pytest.fixture(scope="session")

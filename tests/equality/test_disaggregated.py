@@ -1,25 +1,38 @@
 """Prompts at one engine, the rest at another: the same tokens, and nothing that a client could tell."""
 
+import itertools
+import threading
+import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hotswap.core.errors import QueueFullError
-from hotswap.core.request import FinishReason
+from hotswap.core.errors import ConfigError, QueueFullError
+from hotswap.core.request import FinishReason, Handoff
+from hotswap.plugins.kv_transfer.shm import SharedMemoryWorker
+from hotswap.plugins.kv_transfer.tcp import TcpWorker
+
+WIRES = {"shm": SharedMemoryWorker, "tcp": TcpWorker}
 
 
 def disaggregated(tiny: Any, prefill: int = 1, decode: int = 1, **changes: Any) -> dict[str, Any]:
     return tiny.config("chunked", "prefix", changes.pop("speculator", "none"), changes.pop("depth", 2), **{
-        "parallel": [{"use": "disaggregated", "prefill": prefill, "decode": decode}], **changes})
+        "parallel": [{"use": "disaggregated", "prefill": prefill, "decode": decode}], "kv_transfer": "shm", **changes})
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2)])
+def counts(running: Any, name: str) -> list[int]:
+    """A counter of each engine's KV transfer."""
+    return [built.engine.loop.transfers.counters()[name] for built in running.built.engines]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("prefill", "decode", "depth"), [(1, 1, 1), (2, 2, 2)])
 def test_the_tokens_are_those_of_one_engine(
-    deploy: Any, book: Any, tiny: Any, prefill: int, decode: int, depth: int,
+    deploy: Any, book: Any, tiny: Any, prefill: int, decode: int, depth: int, wire: str,
 ) -> None:
-    running = deploy(disaggregated(tiny, prefill, decode, depth=depth))
+    running = deploy(disaggregated(tiny, prefill, decode, depth=depth, kv_transfer=wire))
     prompts = tiny.prompts()
     for abort in ({}, {}, {1: 3, 4: 3}):
         for prompt, output in zip(prompts, running.generate(prompts, 24, abort), strict=True):
@@ -30,6 +43,136 @@ def test_the_tokens_are_those_of_one_engine(
     assert sum(seen["length"] for seen in first) == 0
     assert sum(seen["length"] for seen in second) == 3 * len(prompts) - 2
     assert all(seen["length"] for seen in second)
+    assert sum(counts(running, "kept")) == 3 * len(prompts)
+    assert sum(counts(running, "fetched")) >= 2 * len(prompts), "the others were cached there already"
+    assert sum(counts(running, "failed")) == sum(counts(running, "refused")) == sum(counts(running, "expired")) == 0
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_decode_engine_computes_nothing_twice(deploy: Any, tiny: Any, wire: str) -> None:
+    """One token a step and row, the first of which is the token that the prefill engine sampled."""
+    running = deploy(disaggregated(tiny, kv_transfer=wire, num_blocks=300))
+    prompts = tiny.prompts()
+    running.generate(prompts, 12)
+    running.assert_clean()
+    prefill, decode = running.seen
+    assert decode["computed"] == 11 * len(prompts)
+    assert decode["widest row"] == 1
+    assert decode["cached tokens"] == sum(map(len, prompts))
+    assert prefill["computed"] + prefill["cached tokens"] == sum(map(len, prompts))
+    brought = sum(counts(running, "fetched_tokens"))
+    assert 0 < brought <= decode["cached tokens"]
+    running.generate(prompts, 12)
+    assert sum(counts(running, "fetched_tokens")) - brought < brought, "what it has already is not read again"
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_window_and_pages_that_have_left_it(deploy: Any, run: Any, windowed: Any, wire: str) -> None:
+    """Of a sliding-window group the prefill engine has only the last pages; they are enough."""
+    config = windowed.config("chunked", "prefix", "none", 2)
+    prompts = windowed.prompts()
+    alone = run(config).generate(prompts, 16)
+    running = deploy({**config, "parallel": [{"use": "disaggregated"}], "kv_transfer": wire})
+    assert running.generate(prompts, 16) == alone
+    running.assert_clean()
+    assert counts(running, "fetched")[1] == len(prompts)
+
+
+class Planted(RuntimeError):
+    """A failure that a test asked for."""
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("share", [1, 3])
+def test_a_transfer_that_fails_ends_in_recomputation(
+    deploy: Any, book: Any, tiny: Any, monkeypatch: Any, wire: str, share: int,
+) -> None:
+    """``share``: every so many reads break off, after something has been written already."""
+    worker, reads = WIRES[wire], itertools.count()
+    honest = worker.read
+
+    def broken(self: Any, ticket: Any, peer: Any, wanted: Any) -> None:
+        if next(reads) % share:
+            return honest(self, ticket, peer, wanted)
+        honest(self, ticket, peer, [(read._replace(layers=read.layers[:1]), span) for read, span in wanted])
+        raise Planted("the connection was cut")
+
+    monkeypatch.setattr(worker, "read", broken)
+    running = deploy(disaggregated(tiny, kv_transfer=wire, num_blocks=300))
+    prompts = tiny.prompts()
+    for prompt, output in zip(prompts, running.generate(prompts, 12), strict=True):
+        book.compare(tiny.reference, prompt, output)
+    running.assert_clean()
+    failed = counts(running, "failed")[1]
+    assert failed >= len(prompts) // share
+    assert counts(running, "fetched")[1] == len(prompts) - failed
+    assert running.seen[1]["computed"] > 11 * len(prompts)
+    assert counts(running, "read")[0] == len(prompts), "the keeper hears that a reader is done, even if it failed"
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_pages_whose_time_has_passed_are_never_read(
+    deploy: Any, book: Any, tiny: Any, monkeypatch: Any, wire: str,
+) -> None:
+    worker = WIRES[wire]
+    honest = worker.read
+
+    def late(self: Any, *arguments: Any) -> None:
+        time.sleep(0.4)
+        honest(self, *arguments)
+
+    monkeypatch.setattr(worker, "read", late)
+    running = deploy(disaggregated(tiny, kv_transfer={"use": wire, "hold_s": 0.1, "timeout_s": 0.3}))
+    prompts = tiny.prompts()
+    for prompt, output in zip(prompts, running.generate(prompts, 8), strict=True):
+        book.compare(tiny.reference, prompt, output)
+    running.assert_clean()
+    assert counts(running, "expired")[0] > 0
+    assert counts(running, "failed")[1] > 0
+
+
+def test_pages_stay_behind_their_fence_until_they_have_been_read(deploy: Any, tiny: Any, monkeypatch: Any) -> None:
+    reading, go = threading.Event(), threading.Event()
+    honest = TcpWorker.read
+
+    def slow(self: Any, *arguments: Any) -> None:
+        reading.set()
+        go.wait(20)
+        honest(self, *arguments)
+
+    monkeypatch.setattr(TcpWorker, "read", slow)
+    running = deploy(disaggregated(tiny, kv_transfer="tcp"))
+    prefill, decode = (built.engine.loop.parts.kv for built in running.built.engines)
+    boxes = running.submit([[5] * 20], 8)
+    assert reading.wait(10)
+    running.built.engine.abort(running.name(0))  # in the middle of the transfer
+    assert running.wait(boxes)[0].finish_reason == "abort"
+    assert prefill.usage().fenced == 5
+    assert decode.usage().fenced == 6, "somebody still writes them"
+    go.set()
+    running.assert_clean()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_ticket_of_another_kind_or_for_other_tokens_is_refused_and_the_prompt_computed(
+    deploy: Any, tiny: Any, wire: str, caplog: Any,
+) -> None:
+    running = deploy(disaggregated(tiny, kv_transfer=wire))
+    [[token, *rest]] = running.generate([[5, 6, 7, 8, 9]], 4)
+    decode = running.built.engines[1].engine
+    good = {"wire": wire, "folder": "/nowhere", "engine": "other", "ranks": 1, "key": "k", "tokens": 5, "digest": "0",
+            "first": {"full": 0}}
+    for number, pages in enumerate(({**good, "wire": "pigeon"}, good)):
+        box: list[Any] = []
+        request = replace(running.request(number, [5, 6, 7, 8, 9], max_tokens=4), continued=Handoff((token,), pages))
+        ended = threading.Event()
+        decode.add(request, lambda output, box=box, ended=ended: (
+            box.append(output), ended.set() if output.finish_reason else None))
+        assert ended.wait(20)
+        assert [token for output in box for token in output.token_ids] == rest
+    assert counts(running, "refused")[1] == 2
+    assert "pigeon" in caplog.text
+    running.assert_clean()
 
 
 def test_a_request_of_one_token_stays_where_its_prompt_was_computed(deploy: Any, tiny: Any) -> None:
@@ -97,7 +240,7 @@ def test_text_goes_on_within_a_character_and_a_stop_string_is_found_across_the_e
 def test_either_role_does_all_where_the_other_is_lost(deploy: Any, book: Any, tiny: Any) -> None:
     prompts = tiny.prompts()
     for lost in (1, 0):
-        running = deploy(disaggregated(tiny))
+        running = deploy(disaggregated(tiny, kv_transfer={"use": "shm", "hold_s": 0.5}))
         engine = running.built.engine
         boxes = running.submit(prompts, 60)
         running.lose(lost)
@@ -151,3 +294,15 @@ def test_deployments_of_pairs_and_pairs_of_deployments(deploy: Any, book: Any, t
             book.compare(tiny.reference, prompt, output)
         running.assert_clean()
         assert sum(seen["handoff"] for seen in running.seen) == len(prompts)
+
+
+def test_without_a_transfer_that_hands_over_it_is_refused(deploy: Any, tiny: Any) -> None:
+    for transfer in ("none", "host"):
+        with pytest.raises(ConfigError, match=r"requires 'handoff' of the kv_transfer.*Change kv_transfer\.use"):
+            deploy(disaggregated(tiny, kv_transfer=transfer))
+
+
+def test_seats_of_other_strategies_are_refused_under_the_roles_own_path(deploy: Any, tiny: Any) -> None:
+    parallel = [{"use": "disaggregated", "decode_parallel": [{"use": "tensr"}]}]
+    with pytest.raises(ConfigError, match=r"parallel\[0\]\.decode_parallel\[0\].*tensr"):
+        deploy(disaggregated(tiny, parallel=parallel))

@@ -1,0 +1,247 @@
+"""The host half of every transfer between engines: who keeps which pages for whom, and for how long."""
+
+import logging
+import secrets
+import shutil
+import tempfile
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from hotswap.core.interfaces.component import ComponentOptions, Description, Requirement
+from hotswap.core.interfaces.kv_transfer import (
+    HANDOFF,
+    NOTHING_KEPT,
+    REUSE,
+    Attachment,
+    Kept,
+    KVTransfer,
+    TransferLayout,
+)
+from hotswap.core.interfaces.kvcache import Grant
+from hotswap.core.interfaces.page_keys import key_digest, pack
+from hotswap.core.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = ("kept", "read", "expired", "fetched", "failed", "refused", "fetched_tokens")
+
+SECRET = secrets.token_bytes(32)
+"""Of this process: its engines prove to one another that they are of one server. Worker halves get it with the terms,
+over their own channel."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a request carries to the next engine: where its pages are, and what they hold.
+
+    ``first``: per group the first logical page that is kept. ``digest``: of the cache key and the tokens.
+    """
+
+    wire: str
+    folder: str
+    engine: str
+    ranks: int
+    key: str
+    tokens: int
+    digest: str
+    first: dict[str, int]
+
+
+class PeerOptions(ComponentOptions):
+    hold_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """How long pages are kept for an engine that does not read them."""
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """How long a read may stand still before it has failed."""
+
+
+class PeerTransfer(KVTransfer):
+    """Common to transfers between engines. ``wire`` names the way in which bytes travel; both ends must have the same.
+
+    The pages of a request that is handed over stay behind a fence until every rank of the next engine has read them, or
+    ``hold_s`` seconds have passed. The next engine reads what its own cache does not have; where that fails, it keeps
+    what it had and computes the rest.
+    """
+
+    Options = PeerOptions
+    options: PeerOptions
+    wire: str
+
+    def __init__(self, options: Any = None, parts: Any = None) -> None:
+        super().__init__(options, parts)
+        self.folder: Path | None = None
+        self._engine = secrets.token_hex(8)
+        self._keeping: dict[str, tuple[str, float]] = {}  # transfer -> key, deadline
+        self._fetching: dict[str, int] = {}  # transfer -> tokens
+        self._checked: dict[str, Ticket | None] = {}  # by request: its ticket, None where it is of no use any more
+        self._work: list[dict[str, Any]] = []
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._names = 0
+
+    def describe(self) -> Description:
+        why = "it reads the pages of requests that are handed over"
+        return Description(frozenset({REUSE, HANDOFF}), (Requirement("kvcache", "tables", why),))
+
+    @abstractmethod
+    def address(self) -> dict[str, Any]:
+        """What worker halves must know beyond the common terms; plain values."""
+
+    def configure(self, layout: TransferLayout) -> Any:
+        self._now, self._ranks = layout.now, layout.ranks
+        self._page_size = {group: share.page_size for group, share in layout.plan.groups.items()}
+        self._windows = {spec.group: spec.window for spec in layout.specs if spec.window is not None}
+        self.folder = Path(tempfile.mkdtemp(prefix="hotswap-kv-", dir=self.place()))  # mode 0700
+        return {
+            "folder": str(self.folder), "engine": self._engine, "ranks": layout.ranks, "model": layout.model,
+            "secret": SECRET.hex(), "timeout_s": self.options.timeout_s, **self.address()}
+
+    def place(self) -> str | None:
+        """Where the folder with the ranks' cards is made; None for the system's place for temporary files."""
+        return None
+
+    def settled(self, key: str) -> None:
+        """No rank keeps anything under ``key`` any more."""
+
+    def close(self) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ what others have kept
+
+    def lookup(self, request: Request, tokens: Sequence[int], cached: int, limit: int, tail: int = 0) -> int:
+        ticket = self._ticket(request, tokens)
+        if ticket is None:
+            return 0
+        upto = min(ticket.tokens, limit)
+        if tail:
+            size = max(self._page_size.values())
+            upto = max(0, upto - tail) // size * size
+        reaches = all(ticket.first.get(group, 0) <= self._first_page(group, upto) for group in self._page_size)
+        return upto if reaches else 0
+
+    def attach(self, request: Request, tokens: Sequence[int], table: Grant, cached: int, upto: int) -> Attachment:
+        ticket = self._checked.get(request.id)
+        if ticket is None:
+            return Attachment(None)
+        self._checked[request.id] = None
+        if upto <= cached:
+            work: dict[str, Any] = {"release": _plain(ticket)}
+            self._work.append(work)
+            return Attachment((request.id, ticket, None, work))
+        name = self._name("in")
+        self._fetching[name] = upto - cached
+        pages = {}
+        for group, change in table.groups.items():
+            size = self._page_size[group]
+            first = max(change.first_live, cached // size, ticket.first.get(group, 0))
+            last = -(-upto // size)
+            ids = change.pages[first - change.first_live : last - change.first_live]
+            pages[group] = [first, list(ids)]
+        work = {"fetch": name, "ticket": _plain(ticket), "cached": cached, "pages": pages}
+        self._work.append(work)
+        return Attachment((request.id, ticket, name, work), name)
+
+    def undo(self, entry: Any) -> None:
+        request_id, ticket, name, work = entry
+        self._work = [item for item in self._work if item is not work]
+        self._fetching.pop(name, None)
+        self._checked[request_id] = ticket
+
+    def _ticket(self, request: Request, tokens: Sequence[int]) -> Ticket | None:
+        """The ticket that a request carries, if it is one of ours, and was given for just these tokens."""
+        if request.id not in self._checked:
+            pages = request.continued.pages if request.continued is not None else None
+            self._checked[request.id] = self._check(pages, request, tokens) if pages is not None else None
+        return self._checked[request.id]
+
+    def _check(self, pages: Any, request: Request, tokens: Sequence[int]) -> Ticket | None:
+        ticket = Ticket(**pages)
+        problem = None
+        if ticket.wire != self.wire:
+            problem = f"it was written for {ticket.wire!r}, and this engine reads {self.wire!r}"
+        elif _digest(request, tokens[: ticket.tokens]) != ticket.digest:
+            problem = "its tokens, model or cache key are others"
+        elif ticket.first.keys() != self._page_size.keys():
+            problem = f"it has the cache groups {sorted(ticket.first)}, and this engine {sorted(self._page_size)}"
+        elif ticket.engine != self._engine:
+            return ticket
+        else:  # it has come back: what it needs is in this cache, or computed soon
+            self._work.append({"release": pages})
+            return None
+        self._counts["refused"] += 1
+        logger.error("the pages of request %s are not read: %s", request.id, problem)
+        return None
+
+    def _first_page(self, group: str, position: int) -> int:
+        """The first logical page that a query behind ``position`` tokens sees."""
+        window = self._windows.get(group)
+        return 0 if window is None else max(0, position - window + 1) // self._page_size[group]
+
+    # ------------------------------------------------------------------ what is kept for others
+
+    def finished(self, request: Request, tokens: Sequence[int], table: Grant, reason: str) -> Kept:
+        if reason != FinishReason.HANDOFF:
+            return NOTHING_KEPT
+        name, key = self._name("out"), secrets.token_hex(16)
+        self._keeping[name] = key, self._now() + self.options.hold_s
+        self._counts["kept"] += 1
+        groups = {group: [change.first_live, list(change.pages)] for group, change in table.groups.items()}
+        self._work.append({"keep": name, "key": key, "pages": groups})
+        first = {group: change.first_live for group, change in table.groups.items()}
+        return Kept(name, _plain(Ticket(
+            self.wire, str(self.folder), self._engine, self._ranks, key, len(tokens), _digest(request, tokens), first)))
+
+    def forget(self, request: Request) -> None:
+        pages = request.continued.pages if request.continued is not None else None
+        ticket = self._checked.pop(request.id, Ticket(**pages) if pages is not None else None)
+        if ticket is not None:  # it was never read
+            self._work.append({"release": _plain(ticket)})
+
+    def message(self, step_id: int) -> Any:
+        now = self._now()
+        for name, (key, deadline) in self._keeping.items():
+            if now > deadline:
+                self._work.append({"expire": key})
+                self._keeping[name] = key, float("inf")
+                logger.warning("the pages of a request that was handed over were not read within %g s",
+                               self.options.hold_s)
+        work, self._work = self._work, []
+        return work or None
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._work or self._keeping or self._fetching)
+
+    def ended(self, name: str, tokens: int | None) -> None:
+        if name in self._keeping:
+            self.settled(self._keeping.pop(name)[0])
+            self._counts["read" if tokens is None else "expired"] += 1
+            return
+        count = self._fetching.pop(name)
+        self._counts["fetched" if tokens is None else "failed"] += 1
+        self._counts["fetched_tokens"] += count if tokens is None else 0
+
+    def counters(self) -> Mapping[str, int]:
+        return dict(self._counts)
+
+    def leaks(self) -> Mapping[str, int]:
+        held = {"kept": len(self._keeping), "fetching": len(self._fetching), "tickets": len(self._checked)}
+        return {name: count for name, count in held.items() if count}
+
+    def _name(self, what: str) -> str:
+        self._names += 1
+        return f"{self.wire}-{what}-{self._names}"
+
+
+def _digest(request: Request, tokens: Sequence[int]) -> str:
+    return sha256(key_digest(request.cache_key) + pack(tokens)).hexdigest()
+
+
+def _plain(ticket: Ticket) -> dict[str, Any]:
+    return dict(vars(ticket))

@@ -1,0 +1,317 @@
+"""The worker halves of transfers between engines: every byte arrives, whatever the two sides' shards, or is refused."""
+
+import itertools
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotswap.core.interfaces.kv_transfer import AxisShard, CachePages, GroupPages, LayerPages
+from hotswap.core.interfaces.messages import EndedTransfer
+from hotswap.plugins.kv_transfer.peer import SECRET
+from hotswap.plugins.kv_transfer.peer_worker import PeerWorker
+from hotswap.plugins.kv_transfer.rank_card import LayoutMismatchError, RankCard, plan_reads
+from hotswap.plugins.kv_transfer.shm import SharedMemoryWorker, remove
+from hotswap.plugins.kv_transfer.tcp import TcpWorker
+
+WIRES = {"shm": SharedMemoryWorker, "tcp": TcpWorker}
+HEADS, HEAD_DIM, PAGE, PAGES = 4, 8, 4, 12
+LAYERS = {"full": (0, 2), "window": (1, 3)}
+AXES = ("page", "token", "kv_heads", "head_dim")
+
+
+def whole(layer: int, part: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a rank with every head has in its pages: numbers that are found nowhere twice."""
+    count = PAGES * PAGE * HEADS * HEAD_DIM
+    numbers = torch.arange(count, dtype=torch.float64) + count * (2 * layer + part)
+    return (numbers / 7).to(dtype).view(PAGES, PAGE, HEADS, HEAD_DIM)
+
+
+def cache(
+    heads: AxisShard, layers: Sequence[int] = (0, 1, 2, 3), *, empty: bool = False, dtype: str = "float32",
+    axes: tuple[str, ...] = AXES, page: int = PAGE,
+) -> CachePages:
+    order = [AXES.index(axis) for axis in axes]
+
+    def tensors(layer: int) -> tuple[torch.Tensor, ...]:
+        parts = [whole(layer, part, getattr(torch, dtype))[:, :page, heads.start : heads.start + heads.count]
+                 for part in range(2)]
+        parts = [part.permute(order).contiguous() for part in parts]
+        return tuple(torch.full_like(part, -1) if empty else part for part in parts)
+
+    groups = {
+        group: GroupPages(group, page, PAGES, axes, heads, tuple(
+            LayerPages(layer, tensors(layer)) for layer in known if layer in layers))
+        for group, known in LAYERS.items()}
+    return CachePages({name: group for name, group in groups.items() if group.layers}, "cpu", dtype)
+
+
+def shards(count: int) -> list[AxisShard]:
+    """Of the heads over ``count`` ranks; with more ranks than heads, neighbours have the same one."""
+    if count > HEADS:
+        return [AxisShard(rank * HEADS // count, 1, HEADS) for rank in range(count)]
+    return [AxisShard(rank * HEADS // count, HEADS // count, HEADS) for rank in range(count)]
+
+
+class Sides:
+    """Two engines' ranks, joined as their host halves would join them."""
+
+    def __init__(self, folder: Path, wire: str) -> None:
+        self.folder, self.wire = folder, wire
+        self.workers: list[PeerWorker] = []
+        self.keys = itertools.count()
+
+    def engine(self, name: str, caches: Sequence[CachePages], **terms: Any) -> list[PeerWorker]:
+        folder = self.folder / name
+        folder.mkdir(mode=0o700)
+        made = []
+        for pages in caches:
+            worker = WIRES[self.wire]()
+            worker.register(pages, {
+                "folder": str(folder), "engine": name, "ranks": len(caches), "model": "m", "secret": SECRET.hex(),
+                "timeout_s": 0.5, "host": "127.0.0.1", **terms})
+            made.append(worker)
+        self.workers += made
+        return made
+
+    def ticket(self, name: str, ranks: int, key: str) -> dict[str, Any]:
+        return {"wire": self.wire, "folder": str(self.folder / name), "engine": name, "ranks": ranks, "key": key,
+                "tokens": 1, "digest": "", "first": {}}
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        for key in ("k1", "k2", *(f"key{number}" for number in range(next(self.keys)))):
+            for folder in self.folder.iterdir():
+                remove(folder, key)
+
+
+@pytest.fixture(params=WIRES)
+def sides(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sides]:
+    threads = threading.active_count()
+    made = Sides(tmp_path, request.param)
+    yield made
+    made.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("hotswap-kv"):
+            thread.join(5)
+    assert threading.active_count() <= threads
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert not left, left
+
+
+def reports(workers: Sequence[PeerWorker], seconds: float = 5.0) -> list[list[EndedTransfer]]:
+    """The next report of each worker that has one to make."""
+    found = []
+    for worker in workers:
+        ended: list[EndedTransfer] = []
+        for _ in range(int(seconds / 0.05)):
+            if ended := worker.report(0.05):
+                break
+        found.append(ended)
+    return found
+
+
+SOURCE, TARGET = {"full": [0, [3, 1, 7]], "window": [1, [5, 6]]}, {"full": [0, [2, 9, 4]], "window": [1, [8, 3]]}
+
+
+def hand_over(sides: Sides, mine: list[PeerWorker], theirs: list[PeerWorker], name: str = "p") -> list[Any]:
+    key = f"key{next(sides.keys)}"
+    for worker in theirs:
+        worker.begin([{"fetch": "in", "ticket": sides.ticket(name, len(mine), key), "cached": 4, "pages": TARGET}])
+    for worker in mine:  # the reader may be sooner than the step that keeps
+        worker.begin([{"keep": "out", "key": key, "pages": SOURCE}])
+    return [reports(theirs), reports(mine)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (8, 2), (2, 8), (1, 8)])
+def test_every_layer_and_head_arrives_whatever_the_tensor_sizes(
+    sides: Sides, prefill: int, decode: int, dtype: str,
+) -> None:
+    mine = sides.engine("p", [cache(shard, dtype=dtype) for shard in shards(prefill)])
+    theirs = sides.engine("d", [cache(shard, empty=True, dtype=dtype) for shard in shards(decode)])
+    read, kept = hand_over(sides, mine, theirs)
+    assert read == [[EndedTransfer("in")]] * decode
+    assert kept == [[EndedTransfer("out")]] * prefill
+    for worker, shard in zip(theirs, shards(decode), strict=True):
+        for group, pages in worker.cache.groups.items():
+            for layer, part in itertools.product(pages.layers, range(2)):
+                heads = slice(shard.start, shard.start + shard.count)
+                expected = whole(layer.layer, part, getattr(torch, dtype))[:, :, heads]
+                got, filled = layer.tensors[part], TARGET[group][1]
+                assert torch.equal(got[filled], expected[SOURCE[group][1]])
+                others = [page for page in range(PAGES) if page not in filled]
+                assert (got[others] == -1).all(), "a page that nobody named was written"
+
+
+def test_stages_of_a_pipeline_are_found_by_their_layers(sides: Sides) -> None:
+    everything = AxisShard(0, HEADS, HEADS)
+    mine = sides.engine("p", [cache(everything, (0, 1)), cache(everything, (2, 3))])
+    theirs = sides.engine("d", [cache(everything, empty=True)])
+    assert hand_over(sides, mine, theirs) == [[[EndedTransfer("in")]], [[EndedTransfer("out")]] * 2]
+    pages = theirs[0].cache.groups["full"].layers[1]
+    assert torch.equal(pages.tensors[0][TARGET["full"][1]], whole(2, 0)[SOURCE["full"][1]])
+
+
+def test_heads_in_another_place_of_the_layout_are_divided_too(sides: Sides) -> None:
+    axes = ("page", "kv_heads", "token", "head_dim")
+    mine = sides.engine("p", [cache(shard, axes=axes) for shard in shards(2)])
+    theirs = sides.engine("d", [cache(AxisShard(0, HEADS, HEADS), axes=axes, empty=True)])
+    assert hand_over(sides, mine, theirs)[0] == [[EndedTransfer("in")]]
+    got = theirs[0].cache.groups["full"].layers[0].tensors[1][TARGET["full"][1]]
+    assert torch.equal(got, whole(0, 1)[SOURCE["full"][1]].permute(0, 2, 1, 3))
+
+
+@pytest.mark.parametrize(("change", "what"), [
+    ({"dtype": "bfloat16"}, "dtype"), ({"axes": ("page", "kv_heads", "token", "head_dim")}, "page layout"),
+    ({"page": 2}, "page size"), ({"layers": (0, 2)}, "cache groups"),
+])
+def test_a_peer_with_another_layout_is_refused_with_both_sides_and_the_keeper_is_told(
+    sides: Sides, caplog: Any, change: dict[str, Any], what: str,
+) -> None:
+    everything = AxisShard(0, HEADS, HEADS)
+    mine = sides.engine("p", [cache(everything)])
+    theirs = sides.engine("d", [cache(everything, empty=True, **change)])
+    assert hand_over(sides, mine, theirs) == [[[EndedTransfer("in", 4)]], [[EndedTransfer("out")]]]
+    assert what in caplog.text
+    for worker in (*mine, *theirs):
+        assert worker.card.label in caplog.text
+
+
+def test_a_peer_with_another_model_is_refused(sides: Sides, caplog: Any) -> None:
+    everything = AxisShard(0, HEADS, HEADS)
+    mine = sides.engine("p", [cache(everything)], model="revision-a")
+    theirs = sides.engine("d", [cache(everything, empty=True)], model="revision-b")
+    assert hand_over(sides, mine, theirs)[0] == [[EndedTransfer("in", 4)]]
+    assert "revision-a" in caplog.text
+    assert "revision-b" in caplog.text
+
+
+def test_pages_that_have_expired_are_refused_and_those_given_up_go_at_once(sides: Sides) -> None:
+    everything = AxisShard(0, HEADS, HEADS)
+    [mine], [theirs] = sides.engine("p", [cache(everything)]), sides.engine("d", [cache(everything, empty=True)])
+    mine.begin([{"keep": "late", "key": "k1", "pages": SOURCE}, {"keep": "unwanted", "key": "k2", "pages": SOURCE}])
+    assert reports([mine], 0.2) == [[]]
+    mine.begin([{"expire": "k1"}])
+    assert reports([mine]) == [[EndedTransfer("late", 0)]]
+    theirs.begin([{"fetch": "in", "ticket": sides.ticket("p", 1, "k1"), "cached": 4, "pages": TARGET}])
+    assert reports([theirs]) == [[EndedTransfer("in", 4)]]
+    theirs.begin([{"release": sides.ticket("p", 1, "k2")}])
+    assert reports([mine]) == [[EndedTransfer("unwanted")]]
+
+
+def test_who_is_gone_cannot_be_read_from(sides: Sides) -> None:
+    everything = AxisShard(0, HEADS, HEADS)
+    [mine], [theirs] = sides.engine("p", [cache(everything)]), sides.engine("d", [cache(everything, empty=True)])
+    mine.close()
+    theirs.begin([{"fetch": "in", "ticket": sides.ticket("p", 1, "k1"), "cached": 4, "pages": TARGET}])
+    assert reports([theirs]) == [[EndedTransfer("in", 4)]]
+
+
+def test_what_lies_in_the_folder_is_for_nobody_else(sides: Sides) -> None:
+    everything = AxisShard(0, HEADS, HEADS)
+    [mine] = sides.engine("p", [cache(everything)])
+    mine.begin([{"keep": "out", "key": "k1", "pages": SOURCE}])
+    reports([mine], 0.3)
+    for path in (sides.folder / "p").iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600, path
+    mine.begin([{"expire": "k1"}])
+    assert reports([mine]) == [[EndedTransfer("out", 0)]]
+
+
+class TestShm:
+    @pytest.fixture
+    def sides(self, tmp_path: Path) -> Iterator[Sides]:
+        made = Sides(tmp_path, "shm")
+        yield made
+        made.close()
+
+    @pytest.mark.parametrize("cut", [1, 100, 5000])
+    def test_a_file_that_was_cut_is_refused(self, sides: Sides, cut: int) -> None:
+        everything = AxisShard(0, HEADS, HEADS)
+        [mine], [theirs] = sides.engine("p", [cache(everything)]), sides.engine("d", [cache(everything, empty=True)])
+        mine.begin([{"keep": "out", "key": "k1", "pages": SOURCE}])
+        path = sides.folder / "p" / f"k1.{mine.rank}"
+        while not path.exists():
+            reports([mine], 0.05)
+        os.truncate(path, path.stat().st_size - cut)
+        theirs.begin([{"fetch": "in", "ticket": sides.ticket("p", 1, "k1"), "cached": 4, "pages": TARGET}])
+        assert reports([theirs]) == [[EndedTransfer("in", 4)]]
+        assert reports([mine]) == [[EndedTransfer("out")]]
+
+
+class TestTcp:
+    @pytest.fixture
+    def sides(self, tmp_path: Path) -> Iterator[Sides]:
+        made = Sides(tmp_path, "tcp")
+        yield made
+        made.close()
+
+    def test_another_secret_opens_nothing(self, sides: Sides, caplog: Any) -> None:
+        everything = AxisShard(0, HEADS, HEADS)
+        mine = sides.engine("p", [cache(everything)])
+        theirs = sides.engine("d", [cache(everything, empty=True)], secret=os.urandom(32).hex())
+        assert hand_over(sides, mine, theirs) == [[[EndedTransfer("in", 4)]], [[]]]
+        assert "secret" in caplog.text
+
+    @pytest.mark.parametrize("answer", [
+        b"", struct.pack("<IB", 1 << 31, 21), struct.pack("<IB", 10, 21) + b"0123456789",
+        struct.pack("<IB", 2, 99) + b"{}", struct.pack("<IB", 1000, 21) + b"cut",
+    ], ids=["hangs up", "announces too much", "sends too little", "sends nonsense", "is cut in the middle"])
+    def test_a_peer_that_breaks_the_protocol_costs_one_transfer(
+        self, sides: Sides, monkeypatch: Any, answer: bytes,
+    ) -> None:
+        from hotswap.core.execution.channel import Channel
+        from hotswap.plugins.kv_transfer import tcp
+
+        everything = AxisShard(0, HEADS, HEADS)
+        [mine], [theirs] = sides.engine("p", [cache(everything)]), sides.engine("d", [cache(everything, empty=True)])
+        honest = tcp.connect
+
+        def impostor(*arguments: Any) -> Channel:
+            ours, its = socket.socketpair()
+            its.sendall(answer)
+            its.shutdown(socket.SHUT_WR)
+            its.close()
+            return Channel(ours)
+
+        monkeypatch.setattr(tcp, "connect", impostor)
+        assert hand_over(sides, [mine], [theirs])[0] == [[EndedTransfer("in", 4)]]
+        monkeypatch.setattr(tcp, "connect", honest)
+        assert hand_over(sides, [mine], [theirs]) == [[[EndedTransfer("in")]], [[EndedTransfer("out")]]]
+        mine.begin([{"expire": "key0"}])
+        assert reports([mine]) == [[EndedTransfer("out", 0)]]
+
+    def test_a_peer_that_stands_still_is_given_up_after_a_time(self, sides: Sides, monkeypatch: Any) -> None:
+        everything = AxisShard(0, HEADS, HEADS)
+        [mine] = sides.engine("p", [cache(everything)])
+        [theirs] = sides.engine("d", [cache(everything, empty=True)], timeout_s=0.2)
+        monkeypatch.setattr(mine, "_serve", lambda channel: threading.Event().wait(1.0))
+        theirs.begin([{"fetch": "in", "ticket": sides.ticket("p", 1, "k"), "cached": 4, "pages": TARGET}])
+        assert reports([theirs]) == [[EndedTransfer("in", 4)]]
+
+
+def card(rank: str, shard: AxisShard) -> RankCard:
+    return RankCard.of(cache(shard), "e", rank, "m", {})
+
+
+@pytest.mark.parametrize(("theirs", "mine"), list(itertools.product((1, 2, 4, 8), repeat=2)))
+def test_reads_cover_each_head_of_each_layer_once(theirs: int, mine: int) -> None:
+    peers = [card(str(rank), shard) for rank, shard in enumerate(shards(theirs))]
+    for shard in shards(mine):
+        read = plan_reads(card("x", shard), peers)
+        covered = sorted(
+            (layer, one.first_head + head) for one in read for layer in one.layers for head in range(one.heads))
+        assert covered == [(layer, shard.start + head) for layer in range(4) for head in range(shard.count)]
+
+
+def test_a_head_that_nobody_has_is_missed_at_once() -> None:
+    with pytest.raises(LayoutMismatchError, match="needs head 2 of layer 0"):
+        plan_reads(card("x", AxisShard(0, 4, 4)), [card("0", AxisShard(0, 2, 4))])
