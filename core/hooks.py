@@ -4,7 +4,7 @@ A component marks methods with :data:`hookimpl`. Hooks are called from the engin
 cost nothing. An observer that raises is logged, counted and disabled; it never reaches a request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pluggy
@@ -75,6 +75,10 @@ class HookSpecs:
     @hookspec
     def hotswap_pages_leaked(self, owners: dict[str, int], time: float) -> None:
         """Nothing runs, yet pages were held: by whom, and how many; they have been given back."""
+
+    @hookspec
+    def hotswap_transfers_ended(self, counters: Mapping[str, int], time: float) -> None:
+        """Transfers of pages have ended; ``counters`` are the KV transfer's totals, by its own names."""
 
     @hookspec
     def hotswap_component_exchanged(self, kind: str, old: str, new: str, time: float) -> None:

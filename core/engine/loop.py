@@ -402,6 +402,9 @@ class EngineLoop:
             "hotswap_step_finished", verdict=verdict, requests=step.states, voided=voided, usage=self.parts.kv.usage(),
             time=now, duration=duration,
         )
+        if verdict.finished_transfers:
+            self.parts.observers.notify(
+                "hotswap_transfers_ended", counters=self.transfers.counters(), time=now)
 
     def tell_events(self) -> None:
         """What has happened to cached pages since the last time, to those who listen."""

@@ -342,6 +342,37 @@ class KVCacheManagerSuite:
         assert [kinds.count(kind) for kind in ("evicted", "stored", "reset")] == [kinds.count("evicted"), 1, 1]
         assert kinds[0] == "evicted" and kinds[-1] == "reset" and h.kv.events() == []
 
+    # ------------------------------------------------------------------ tokens from elsewhere
+
+    @pytest.mark.parametrize("windows", [{"full": None}, {"full": None, "window": 6}, {"window": 3}])
+    @pytest.mark.parametrize("upto", [2 * PAGE, 2 * PAGE + 3])
+    def test_pending_tokens_get_pages_that_nobody_else_can_find_before_they_are_verified(
+        self, windows: dict[str, int | None], upto: int,
+    ) -> None:
+        h, tokens = self.harness(12, needs="tables", **windows), prompt(1)
+        h.run("gone", tokens[: PAGE])
+        cached = h.match(tokens).cached
+        usage = h.kv.usage()
+        match = h.match(tokens)._replace(pending=upto - cached)
+        grant = h.kv.reserve("a", upto + 1, match, KEY, tokens)
+        assert isinstance(grant, Grant)
+        for group, table in h.kv.table("a").groups.items():
+            window = windows[group]
+            first = 0 if window is None else max(0, upto - window + 1) // PAGE
+            assert table == grant.groups[group], "a table is a grant from nothing"
+            assert table.first_live <= first, "pages inside the window of a query behind the pending tokens are missing"
+            assert table.first_live + len(table.pages) > upto // PAGE
+        assert h.match(tokens).cached == cached
+        h.kv.check()
+        h.kv.undo(grant.entry)
+        assert h.kv.usage() == usage
+        assert isinstance(h.kv.reserve("a", upto + 1, match, KEY, tokens), Grant)
+        h.kv.commit("a", [], upto)
+        if "prefix_reuse" in h.kv.describe().offers and "full" in windows:  # else what a shorter prefix needs is gone
+            assert h.match(tokens).cached == 2 * PAGE
+        h.kv.release("a", ())
+        h.kv.check()
+
     # ------------------------------------------------------------------ fork and hand-over
 
     def test_a_fork_copies_the_partial_page_and_shares_the_rest(self) -> None:

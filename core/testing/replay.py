@@ -13,8 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 from hotswap.core.engine.clock import ManualClock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop, Parts
+from hotswap.core.engine.transfers import Transfers
+from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.kvcache import CacheKey, KVCacheManager
-from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Suspended, Verdict
+from hotswap.core.interfaces.messages import EndedTransfer, RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.parallel import Executor, Ticket
 from hotswap.core.interfaces.scheduler import Scheduler
 from hotswap.core.live import ObserverHub
@@ -73,10 +75,11 @@ class _LoggedExecutor(Executor):
 
 
 class Replay:
-    """Drives a loop through the events of a log. ``kv`` must be configured as the server's was."""
+    """Drives a loop through the events of a log. ``kv`` and ``transfer`` must be configured as the server's were."""
 
     def __init__(
         self, events: list[Event], scheduler: Scheduler, kv: KVCacheManager, limits: Limits, depth: int, chained: bool,
+        transfer: KVTransfer | None = None,
     ) -> None:
         self.events, self.page_size = events, int(events[0]["page_size"])
         self.finished = {event["id"]: event for event in events if event["event"] == "finish"}
@@ -85,7 +88,8 @@ class Replay:
         self._left = {id: self._output(event) for id, event in self.arrivals.items()}
         self.executor = _LoggedExecutor({e["step"]: self._verdict(e) for e in events if e["event"] == "verdict"})
         self.loop = EngineLoop(
-            Parts(scheduler, kv, self.executor, ObserverHub()), limits, self.clock, depth, chained)
+            Parts(scheduler, kv, self.executor, ObserverHub()), limits, self.clock, depth, chained,
+            Transfers(transfer))
 
     def run(self) -> Divergence | None:
         """None when every plan came out as it was logged."""
@@ -115,26 +119,31 @@ class Replay:
     def _request(self, event: Event) -> Request:
         sampling = SamplingParams(
             max_tokens=event["max_new"], prompt_logprobs=0 if event["prompt_logprobs"] else None)
-        name = event.get("fork_of") or event["id"]  # those that fork have their parent's prompt, to the last token
-        prompt = self._surrogates(name, event["content"], event["prompt_length"])
+        parent = self.arrivals.get(event.get("fork_of"), event)  # those that fork have its prompt, to the last token
+        prompt = self._tokens_of(parent)[: event["prompt_length"]]
         return Request(
             event["id"], prompt, sampling, eos_token_ids=frozenset([STOP]), priority=event["priority"],
             tenant=event["tenant"], deadline=event["deadline"], cache_key=CacheKey(salt=event["cache_key"]),
             fork_of=event.get("fork_of"))
 
     def _output(self, event: Event) -> list[int]:
-        """The surrogate output: pages that were full at the end by digest, the rest by the request's own name."""
+        """The surrogate output; nothing is known of a request that had not ended."""
+        tokens, finish = self._tokens_of(event)[event["prompt_length"]:], self.finished.get(event["id"])
+        if finish is not None and finish["reason"] == FinishReason.STOP and tokens:
+            tokens[-1] = STOP
+        return tokens
+
+    def _tokens_of(self, event: Event) -> list[int]:
+        """Surrogates of prompt and output: pages that were full at the end by digest, that in which the prompt ends
+        among them, the rest by the request's own name."""
+        head = self._surrogates(event["id"], event["content"], event["prompt_length"])
         finish = self.finished.get(event["id"])
         if finish is None:
-            return []
+            return head
         prompt_length, length = event["prompt_length"], event["prompt_length"] + finish["output_length"]
         begin = prompt_length // self.page_size * self.page_size
         tail = self._surrogates(event["id"], finish["content"], length - begin, begin)
-        head = self._surrogates(event["id"], event["content"], prompt_length)
-        tokens = head[:begin] + tail
-        if finish["reason"] == FinishReason.STOP and tokens:
-            tokens[-1] = STOP
-        return tokens[prompt_length:]
+        return head[:begin] + tail
 
     def _surrogates(self, id: str, content: list[Any], length: int, begin: int = 0) -> list[int]:
         """Tokens that are equal where the digests are equal."""
@@ -155,6 +164,7 @@ class Replay:
             kept += [STOP] * (n_kept - len(kept))
             rows.append(RowVerdict(id, kept, computed, drafted, accepted, error=error))
         return Verdict(event["step"], rows, [Suspended(*suspended) for suspended in event["suspended"]],
+                       finished_transfers=[EndedTransfer(*ended) for ended in event.get("transfers", ())],
                        error=event["error"])
 
 

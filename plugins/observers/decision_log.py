@@ -104,7 +104,7 @@ class DecisionLog(Observer):
             "verdict", time, step=verdict.step_id, duration=duration, worker=verdict.durations, error=verdict.error,
             rows=[(row.request, len(row.kept), row.drafted, row.accepted, row.computed, row.error)
                   for row in verdict.rows],
-            suspended=verdict.suspended, voided=voided,
+            suspended=verdict.suspended, transfers=verdict.finished_transfers, voided=voided,
             usage=(usage.held, usage.fenced, usage.cached, usage.free),
         )
 

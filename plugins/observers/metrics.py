@@ -18,6 +18,7 @@ from hotswap.core.hooks import Observer, hookimpl
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CacheUsage
 from hotswap.core.interfaces.messages import StepMessage, Verdict
+from hotswap.core.interfaces.scheduler import SuspendMode
 from hotswap.core.request import FinishReason
 from hotswap.plugins.observers.histogram import Histogram, LastTokens
 
@@ -50,6 +51,7 @@ _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "num_preemptions": "Suspensions of running requests.",
+    "num_swaps": "Suspensions whose pages were saved; the others compute them again.",
     "spec_decode_num_drafts": "Rows with drafts.",
     "spec_decode_num_draft_tokens": "Drafted tokens.",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
@@ -126,6 +128,7 @@ class Metrics(Observer):
         self._first: dict[str, RequestState] = {}  # have begun, and have no token yet
         self._last_tokens = LastTokens()
         self._kv_usage = 0.0
+        self._transfers: Mapping[str, int] = {}
         self._model = self._replica = ""
         self._prefixes = ["hotswap:", "vllm:"] if self.options.vllm_alias else ["hotswap:"]
         self.registry = CollectorRegistry()
@@ -170,6 +173,7 @@ class Metrics(Observer):
         suspensions: Sequence[tuple[str, str, str]], time: float, duration: float,
     ) -> None:
         self._counts["num_preemptions"] += len(suspensions)
+        self._counts["num_swaps"] += sum(mode == SuspendMode.SWAP.value for _, mode, _ in suspensions)
         self._histograms["plan_duration_seconds"].observe(duration)
         self._histograms["iteration_tokens_total"].observe(sum([n + drafts for _, n, drafts in message.rows]))
         for new in message.new:
@@ -198,6 +202,10 @@ class Metrics(Observer):
     @hookimpl
     def hotswap_pages_evicted(self, events: Sequence[Any], time: float) -> None:
         self._counts["evicted_pages"] += sum(len(event.keys) for event in events if event.kind == "evicted")
+
+    @hookimpl
+    def hotswap_transfers_ended(self, counters: Mapping[str, int], time: float) -> None:
+        self._transfers = dict(counters)
 
     @hookimpl
     def hotswap_pages_leaked(self, owners: dict[str, int], time: float) -> None:
@@ -311,6 +319,11 @@ class Metrics(Observer):
             counter = CounterMetricFamily(prefix + name, text, labels=labels)
             counter.add_metric(values, counts.get(name, 0))
             yield counter
+        moved = CounterMetricFamily(
+            prefix + "kv_transfer", "What the KV transfer has done, by its own names.", labels=[*labels, "event"])
+        for event, count in self._transfers.items():
+            moved.add_metric([*values, event], count)
+        yield moved
         events = CounterMetricFamily(
             prefix + "worker_events", "What happened in the workers' steps, by event.", labels=[*labels, "event"])
         for event, count in dict(self._events).items():

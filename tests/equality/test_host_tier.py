@@ -54,6 +54,21 @@ def test_a_host_tier_changes_no_token(
     assert bool(seen["accepted"] and seen["rejected"]) is (speculator != "none")
 
 
+def test_two_hundred_alternating_prompts_over_eight_pages(run: Any, book: Any, tiny: Any) -> None:
+    """Each has its pages driven out by the next; copies run on a thread beside the steps."""
+    engine = run(tiny.config(
+        "chunked", "prefix", "none", 2, num_blocks=9, max_model_len=32,
+        kv_transfer={"use": "host", "memory": "256KiB", "overlap": True}))
+    rng = random.Random(3)
+    prompts = [tiny.prompt(length, rng) for length in (17, 22, 20, 25, 13, 21)]
+    for _ in range(25):
+        some = rng.choices(prompts, k=8)
+        for prompt, output in zip(some, engine.generate(some, 5), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    moved = counters(engine)
+    assert moved["hits"] > 100 and moved["hit_tokens"] > 1000, moved
+
+
 @pytest.mark.real_model
 @pytest.mark.slow
 def test_alternating_prompts_over_a_small_cache_are_those_of_transformers(run: Any, book: Any, smollm2: Any) -> None:
