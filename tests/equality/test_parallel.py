@@ -2,6 +2,7 @@
 switched on, and collectives as often and as large as the count on paper says."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def repeating(model, seed=3):
 
 
 def sizes(parallel):
-    """Ranks and stages."""
+    """Ranks, stages, and ranks a stage."""
     stages = next((part["size"] for part in parallel if part["use"] == "pipeline"), 1)
     tensor = next((part["size"] for part in parallel if part["use"] == "tensor"), 1)
     return tensor * stages, stages, tensor
@@ -53,20 +54,31 @@ SHARDINGS = [
     pytest.param([{"use": "pipeline", "size": 3}], id="pipeline3"),
     pytest.param([{"use": "pipeline", "size": 2}, {"use": "tensor", "size": 2}], id="pipeline2 over tensor2"),
 ]
+WHOLE = [
+    pytest.param([{"use": "tensor", "size": 8}], id="tensor8"),
+    pytest.param([{"use": "pipeline", "size": 5}], id="pipeline5, a layer each"),
+    pytest.param([{"use": "pipeline", "size": 4}, {"use": "tensor", "size": 2}], id="pipeline4 over tensor2"),
+    pytest.param([{"use": "pipeline", "size": 2}, {"use": "tensor", "size": 4}], id="pipeline2 over tensor4"),
+]
+"""Eight ranks, with --whole only."""
+
+
+def pytest_generate_tests(metafunc):
+    if "sharding" in metafunc.fixturenames:
+        metafunc.parametrize("sharding", SHARDINGS + (WHOLE if metafunc.config.getoption("--whole") else []))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", SHARDINGS)
-def test_ranks_equal_one_device_with_everything_switched_on(run, book, odd, parallel):
+def test_ranks_equal_one_device_with_everything_switched_on(run, book, odd, sharding):
     """Chunks, prefix hits, preemption, two or more steps in flight and drafts, all in one run."""
-    config = odd.config(CHUNKED, "prefix", NGRAM, 2, parallel=parallel)
-    if sizes(parallel)[1] > 1:
+    ranks, stages, _ = sizes(sharding)
+    config = odd.config(CHUNKED, "prefix", NGRAM, 2, parallel=sharding)
+    if stages > 1:
         del config["execution"]["depth"]
     engine = run(config)
     prompts = odd.prompts() + repeating(odd)
     for prompt, output in zip(prompts, engine.generate(prompts, TOKENS), strict=True):
         book.compare(odd.reference, prompt, output)
-    ranks, stages, _ = sizes(parallel)
     seen, loop = engine.seen, engine.built.engine.loop
     assert loop.max_depth_seen == max(2, stages)
     assert seen["suspensions"] and seen["cut prompts"] and seen["cached tokens"] and seen["mixed steps"]
@@ -200,3 +212,48 @@ def test_eight_equal_decodes_over_two_stages_are_four_rows_a_step_and_two_steps_
     assert max(most) == 2
     assert most.count(2) >= 0.8 * len(decodes)
     assert engine.built.engine.loop.max_depth_seen == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel, overlap", [
+    pytest.param([{"use": "tensor", "size": 2}], True, id="tensor2, copied beside the steps"),
+    pytest.param([{"use": "pipeline", "size": 2}], False, id="pipeline2, copied in the steps")])
+def test_each_rank_moves_its_own_part_of_the_pages_to_host_memory_and_back(run, book, tiny, parallel, overlap):
+    """A transfer has ended when it has on every rank: those that give no verdict say so, too."""
+    engine = run(tiny.config(
+        CHUNKED, "prefix", NGRAM, 2, num_blocks=38, parallel=parallel,
+        kv_transfer={"use": "host", "memory": "1MiB", "swap_overhead": 30, "overlap": overlap}))
+    for seed in (1, 2, 1):
+        prompts = tiny.prompts(seed)
+        for prompt, output in zip(prompts, engine.generate(prompts, 20), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    loop, end = engine.built.engine.loop, time.monotonic() + 20
+    while engine.built.engine.call(lambda: bool(loop.transfers.pending or loop.in_flight)):
+        assert time.monotonic() < end, "a transfer does not end"
+        time.sleep(0.01)
+    engine.assert_clean()
+    moved = dict(loop.transfers.counters())
+    assert moved["hits"] and moved["loaded_bytes"] and moved["swaps_out"] and moved["swaps_in"] and not moved["failed"]
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel, bytes_a_page", [
+    pytest.param([{"use": "tensor", "size": 3}], [30, 30, 30], id="tensor3"),
+    pytest.param([{"use": "pipeline", "size": 2}], [19 * 3, 11 * 3], id="pipeline2")])
+def test_a_real_model_over_ranks_gives_the_tokens_of_transformers(run, book, smollm2, parallel, bytes_a_page):
+    """SmolLM2-135M: 9 query and 3 key-value heads; 30 layers and a head that weighs as eight of them."""
+    rng = random.Random(4)
+    shared = [rng.randrange(17, 49152) for _ in range(24)]
+    prompts = [shared + [rng.randrange(17, 49152) for _ in range(n)] for n in (3, 9)] + [[5, 8, 13, 21] * 4]
+    engine = run({
+        "model": "smollm2-135m-instruct", "dtype": "float32", "device": "cpu", "max_model_len": 64, "observers": [],
+        "scheduler": {"use": "chunked", "max_chunk": 16, "max_batch_tokens": 32, "max_running": 4},
+        "kvcache": {"block_size": 4, "num_blocks": 40}, "speculator": NGRAM, "parallel": parallel,
+        "execution": {"depth": 2, "num_threads": 1}})
+    for prompt, output in zip(prompts, engine.generate(prompts, 12), strict=True):
+        book.compare(smollm2, prompt, output)
+    found = reports(engine)
+    assert [report.kv_bytes for report in found] == [40 * 4 * 2 * 64 * 4 * layers for layers in bytes_a_page]
+    assert engine.seen["cut prompts"] and engine.built.engine.loop.max_depth_seen == 2
+    engine.assert_clean()
