@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hotswap.core.execution.graphs import Replay
 
@@ -59,12 +59,24 @@ class _Outside:
 
 @dataclass(frozen=True)
 class _Operation:
-    """``results``: the tensors that it made, None where it returned memory that was there."""
+    """``leaves`` and ``shape``: its arguments, flattened. ``results``: the tensors that it made, None where it returned
+    memory that was there."""
 
     function: Any
-    args: Any
-    kwargs: Mapping[str, Any]
+    leaves: list[Any]
+    shape: Any
     results: list[torch.Tensor | None]
+
+    def replay(self) -> None:
+        name = self.function.__name__
+        args, kwargs = tree_unflatten(
+            [leaf.resolve(name) if isinstance(leaf, _Outside) else leaf for leaf in self.leaves], self.shape)
+        out = self.function(*args, **kwargs)
+        if name.startswith("empty"):
+            return
+        for old, new in zip(self.results, _flat(out), strict=True):
+            if old is not None:
+                old.copy_(new)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's have no annotations
@@ -79,16 +91,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if func.__name__.partition(".")[0] in _READS_BACK or _picks_by_mask(func, args):
             raise ReadBackError(f"{func} makes the host wait for the device: it cannot be captured")
         kwargs = kwargs or {}
-        given = {_storage(x) for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)}
-        args_kept, kwargs_kept = tree_map(self._keep, (args, kwargs))
+        leaves, shape = tree_flatten((args, kwargs))
+        given = {_storage(x) for x in leaves if isinstance(x, torch.Tensor)}
+        kept = [self._keep(x) for x in leaves]
         out = func(*args, **kwargs)
         results: list[torch.Tensor | None] = []
-        for x in tree_flatten(out)[0]:
+        for x in _flat(out):
             new = isinstance(x, torch.Tensor) and _storage(x) not in given and _storage(x) not in self.made
             results.append(x if new else None)
             if new:
                 self.made[_storage(x)] = x
-        self.operations.append(_Operation(func, args_kept, kwargs_kept, results))
+        self.operations.append(_Operation(func, kept, shape, results))
         return out
 
     def _keep(self, value: Any) -> Any:
@@ -117,15 +130,12 @@ class RecordingGraphs:
     def _replay(self, recorder: _Recorder) -> None:
         self.replays += 1
         for operation in recorder.operations:
-            name = str(operation.function)
-            args, kwargs = tree_map(
-                lambda x, name=name: x.resolve(name) if isinstance(x, _Outside) else x,
-                (operation.args, operation.kwargs))
-            out = tree_flatten(operation.function(*args, **kwargs))[0]
-            for old, new in zip(operation.results, out, strict=True):
-                if old is not None and not name.startswith("aten.empty"):
-                    old.copy_(new)
+            operation.replay()
         _poison(recorder.made)  # another graph's replay will have used the same pool
+
+
+def _flat(out: Any) -> list[Any]:
+    return [out] if isinstance(out, torch.Tensor) else tree_flatten(out)[0]
 
 
 def _picks_by_mask(func: Any, args: Any) -> bool:

@@ -1,5 +1,6 @@
 """Whole engines with graphs, replayed by the stand-in for a device: the tokens are those without."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from hotswap.core.execution import graphs
 from hotswap.core.hooks import Observer, hookimpl
+from hotswap.core.modeling.checkpoint import open_checkpoint
 from hotswap.core.testing.graphs import RecordingGraphs
 
 MAX_TOKENS = 24
@@ -90,6 +92,52 @@ def test_replayed_drafts_of_the_target_itself_are_always_right(
     assert engine.seen["preempted"]
     assert engine.seen["accepted"] > 200
     assert engine.seen["rejected"] <= 0.01 * engine.seen["accepted"]
+
+
+def test_replays_beside_swaps_hits_chunks_and_drafts(
+    run: Any, book: Any, tiny: Any, devices: list[RecordingGraphs],
+) -> None:
+    """All at once, on pages that come and go between the replays."""
+    settings = tiny.config(
+        {"use": "chunked", "max_chunk": 7}, "prefix", NGRAM, 2, num_blocks=38,
+        attention={"use": "torch", "graphs": True},
+        kv_transfer={"use": "host", "memory": "1MiB", "swap_overhead": 30, "overlap": False})
+    settings["execution"] |= {"graphs": "full", "batch_sizes": [2, 3]}
+    engine = run(settings)
+    for seed, abort in ((1, {}), (2, {}), (1, {}), (2, {1: 3, 4: 3})):
+        prompts = tiny.prompts(seed)
+        for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS, abort), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    engine.assert_clean()
+    events, seen = engine.built.engine.loads().extra["events"], engine.seen
+    assert events["graph_captures"] == 4
+    assert events["graph_replays"] == devices[0].replays > 40
+    assert events["eager_many_rows"] and events["eager_long_rows"]
+    assert seen["suspended by swap"] and seen["suspended by recompute"]
+    assert seen["cached tokens"] and seen["accepted"] and seen["rejected"]
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_a_real_model_replayed_gives_the_tokens_of_transformers(
+    run: Any, book: Any, smollm2: Any, devices: list[RecordingGraphs],
+) -> None:
+    text = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8")
+    ids = open_checkpoint("smollm2-135m-instruct", progress=False).tokenizer().encode(" ".join(text.split()))
+    prompts = [ids[begin : begin + length] for begin, length in ((0, 40), (90, 17), (150, 5))]
+    prompts.append(ids[40:48] * 4)  # whose drafts are right now and then
+    engine = run({
+        "model": "smollm2-135m-instruct", "dtype": "float32", "device": "cpu", "max_model_len": 96, "observers": [],
+        "scheduler": {"max_batch_tokens": 64, "max_running": 4}, "attention": {"use": "torch", "graphs": True},
+        "kvcache": {"use": "prefix", "block_size": 8, "num_blocks": 64}, "speculator": NGRAM,
+        "execution": {"depth": 2, "num_threads": 1, "graphs": "full", "batch_sizes": [1, 2, 4]},
+    })
+    for _ in range(2):
+        for prompt, output in zip(prompts, engine.generate(prompts, 12), strict=True):
+            book.compare(smollm2, prompt, output)
+    engine.assert_clean()
+    assert engine.built.engine.loads().extra["events"]["graph_replays"] == devices[0].replays > 8
+    assert engine.seen["cached tokens"] and engine.seen["accepted"]
 
 
 @pytest.mark.gpu
