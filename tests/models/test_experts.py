@@ -156,15 +156,15 @@ def test_ranks_with_tokens_of_their_own_exchange_them(make_checkpoint, threads, 
         torch.testing.assert_close(y, whole, atol=1e-5, rtol=0)
 
 
-def lone_experts(count, top_k, hidden=16, size=32, seed=0):
+def lone_experts(count, top_k, hidden=16, size=32, seed=0, dtype=torch.float32, device="cpu"):
     config = DecoderConfig.from_hf({
         "architectures": ["MixtralForCausalLM"], "vocab_size": 8, "hidden_size": hidden, "intermediate_size": size,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": count,
         "num_experts_per_tok": top_k}).experts
-    experts = Experts(config, hidden, LOCAL_MESH, torch.float32, "cpu")
+    experts = Experts(config, hidden, LOCAL_MESH, dtype, device)
     generator = torch.Generator().manual_seed(seed)
     for weight in (experts.gate_up, experts.down):
-        weight.copy_(torch.randn(weight.shape, generator=generator))
+        weight.copy_(torch.randn(weight.shape, generator=generator) * hidden**-0.5)
     return experts
 
 
@@ -209,6 +209,33 @@ def test_rows_of_other_ranks_experts_add_nothing(grouped):
     torch.testing.assert_close(
         part(x, chosen, weights), token_by_token(whole, x, chosen, weights * here), atol=1e-4, rtol=1e-5)
     assert part.load_counts.tolist() == [3, 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_records_experts_in_bfloat16_and_counts_their_tokens():
+    """Replayed with other tokens and other experts than it was captured with; a read-back would end the capture."""
+    experts = lone_experts(8, 2, hidden=64, dtype=torch.bfloat16, device="cuda")
+    assert experts.grouped
+    generator = torch.Generator().manual_seed(1)
+    x = torch.zeros(32, 64, dtype=torch.bfloat16, device="cuda")
+    chosen, weights = torch.zeros(32, 2, dtype=torch.int64, device="cuda"), torch.zeros(32, 2, device="cuda")
+    with torch.inference_mode():
+        for _ in range(2):
+            experts(x, chosen, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = experts(x, chosen, weights)
+        before = experts.load_counts.clone()
+        x.copy_(torch.randn(x.shape, generator=generator))
+        for tensor, values in zip((weights, chosen), torch.rand(32, 8, generator=generator).topk(2), strict=True):
+            tensor.copy_(values)
+        graph.replay()
+    on_cpu = lone_experts(8, 2, hidden=64)
+    on_cpu.gate_up, on_cpu.down = experts.gate_up.float().cpu(), experts.down.float().cpu()
+    expected = token_by_token(on_cpu, x.float().cpu(), chosen.cpu(), weights.cpu())
+    torch.testing.assert_close(y.float().cpu(), expected, atol=0.05, rtol=0.05)
+    assert torch.equal((experts.load_counts - before).cpu(), chosen.cpu().flatten().bincount(minlength=8))
 
 
 def test_facts_name_the_axes_that_the_model_has(make_checkpoint):

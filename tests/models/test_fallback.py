@@ -198,6 +198,38 @@ def test_every_tensor_is_accounted_for(damage, named, make, load, capsys):
     assert capsys.readouterr() == ("", ""), "the error says it all"
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stored", ["none", "same", "another"])
+def test_the_head_is_the_right_one_or_the_start_ends(tied, stored, make, load):
+    _, directory = make("Olmo2", tie_word_embeddings=tied)
+    tensors = load_file(directory / "model.safetensors")
+    embedding, _ = tensors["model.embed_tokens.weight"], tensors.pop("lm_head.weight", None)
+    heads = {"same": embedding.clone(), "another": embedding.flip(0).contiguous()}
+    if stored in heads:
+        tensors["lm_head.weight"] = heads[stored]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if stored == "none" and not tied:
+        with pytest.raises(ModelLoadError, match=r"missing: lm_head\.weight"):
+            load(directory)
+        return
+    rows = torch.randn(3, 64)
+    model = load(directory)
+    with torch.inference_mode():
+        model.forward(torch.tensor([1]), torch.tensor([0]), lambda layer, q, k, v: q)
+        torch.testing.assert_close(model.head(rows), rows @ heads.get(stored, embedding).T)
+
+
+def test_tensors_may_lack_the_prefix_of_the_whole_model(make, load, reference, ids):
+    """As GPT-2 itself is published, with the buffers that its exporter added."""
+    theirs, directory = make("GPT2")
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(
+        reference.logits_of(load(directory), ids), reference.transformers_logits(theirs, ids), atol=2e-4, rtol=0)
+
+
 def test_pickled_weights_are_not_read(make, load):
     _, directory = make("Olmo")
     torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
