@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 class WorkerSettings:
     """``dtype`` and ``device`` are torch's names. ``num_threads``: None leaves torch's choice. ``memory_fraction``: how
     much of the memory that is free once weights are loaded may go to cache and activations. ``graphs``: the steps to
-    capture; ``needs_graphs``: a worker that cannot is refused. ``progress``: show bars where stderr is a terminal."""
+    capture; ``needs_graphs``: a worker that cannot is refused. ``progress``: show bars where stderr is a terminal.
+    ``fallback``: the component for a speculator's model of an architecture that has none."""
 
     dtype: str
     device: str
@@ -52,6 +54,7 @@ class WorkerSettings:
     graphs: tuple[GraphKey, ...] = ()
     needs_graphs: bool = False
     progress: bool = False
+    fallback: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "graphs", tuple(GraphKey(*key) for key in self.graphs))  # from JSON they come as lists
@@ -66,7 +69,7 @@ class WorkerSettings:
         scheduler, threads = config.scheduler, config.execution.num_threads
         return cls(
             dtype, device, max_model_len, scheduler.max_batch_tokens, scheduler.max_running, threads,
-            progress=checkpoint.progress)
+            progress=checkpoint.progress, fallback=config.model.fallback)
 
 
 class LoadOnce:
@@ -181,8 +184,8 @@ class ModelWorker:
         if mesh.is_first:
             speculator.bind(SpeculatorServices(
                 facts.vocab_size, settings.device, settings.dtype, settings.max_model_len, model, facts, checkpoint,
-                model_for, self._own_cache, self._draw, first_layer=facts.num_layers,
-                capture=self._graph_device.capture if self._graph_device else None))
+                partial(model_for, fallback=settings.fallback), self._own_cache, self._draw,
+                first_layer=facts.num_layers, capture=self._graph_device.capture if self._graph_device else None))
         self._needs = speculator.needs()
         check_needs(speculator, self._needs, model, mesh)
         check_support(attention, dict(self._needs.shapes), settings)
@@ -330,15 +333,18 @@ def check_needs(speculator: Speculator, needs: SpeculatorNeeds, model: Model, me
         layers.update(spec.layers)
 
 
-def model_for(checkpoint: "Checkpoint") -> Model:
-    """The component registered under the architecture of a checkpoint that is not the config's own model."""
+def model_for(checkpoint: "Checkpoint", fallback: str | None = None) -> Model:
+    """The component registered under the architecture of a checkpoint that is not the config's own model, or
+    ``fallback``."""
     from hotswap.core.registry import Registry
 
-    registry, use = Registry(), checkpoint.architecture
-    if use not in (known := registry.names("model")):
+    registry, architecture = Registry(), checkpoint.architecture
+    known = registry.names("model")
+    use = architecture if architecture in known else fallback
+    if use is None:
         raise ConfigError(
-            f"the architecture of {checkpoint.path} is {use!r}, and no installed component is registered for it; there "
-            f"are {', '.join(known)}", "speculator")
+            f"the architecture of {checkpoint.path} is {architecture!r}, and no installed component is registered for "
+            f"it; there are {', '.join(known)}", "speculator")
     model: Model = registry.build("model", ComponentRef(use=use), "speculator")
     return model
 

@@ -54,6 +54,16 @@ def test_the_fallback_and_a_component_of_ours_give_the_same_tokens(run: Any, tin
     assert fallback.generate(prompts, 24) == ours.generate(prompts, 24)
 
 
+def test_target_and_draft_may_both_be_run_by_it(run: Any, book: Any, tiny_of: Any) -> None:
+    """The target as its own draft: its guesses are always right."""
+    tiny = tiny_of("GPTNeoX", rotary_pct=0.5)
+    engine = run(tiny.config("chunked", "prefix", {"use": "draft", "model": str(tiny.path), "max_draft": 3}, 2))
+    for prompt, output in zip(tiny.prompts(), engine.generate(tiny.prompts(), 24), strict=True):
+        book.compare(tiny.reference, prompt, output)
+    engine.assert_clean()
+    assert engine.seen["accepted"] > 20 * engine.seen["rejected"], dict(engine.seen)
+
+
 def test_replicas_in_one_process_have_a_model_each(deploy: Any, book: Any, tiny_of: Any) -> None:
     tiny = tiny_of("GPT2")
     running = deploy(tiny.config("chunked", "prefix", "none", 2, parallel=[{"use": "data", "replicas": 2}]))
