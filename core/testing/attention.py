@@ -56,7 +56,9 @@ def attention_cases(support: AttentionSupport) -> list[AttentionCase]:
     size = pages[-1] if pages else min(support.page_sizes or (16,))
     dtypes = [dtype for dtype in TOLERANCE if support.dtypes is None or dtype in support.dtypes]
     base = AttentionCase("ragged", page_size=size, dtype=min(dtypes, key=TOLERANCE.__getitem__))
-    cases = [replace(base, name=f"page size {page}", page_size=page) for page in pages or [size]]
+    cases = [
+        replace(base, name=f"page size {page}", page_size=page, rows=MIXED if page == 1 else RAGGED)
+        for page in pages or [size]]
     cases += [
         replace(base, name="decode", rows=((1, 7), (1, 90), (1, 31), (1, 32))),
         replace(base, name="one row", rows=((1, 0),)),
@@ -71,9 +73,12 @@ def attention_cases(support: AttentionSupport) -> list[AttentionCase]:
     cases += [replace(base, name=f"head dim {dim}", head_dim=dim, rows=MIXED) for dim in dims]
     cases += [replace(base, name=dtype, dtype=dtype, rows=MIXED) for dtype in dtypes]
     if support.windows:
+        base = replace(base, rows=((3, 5), (1, 70), (40, 33), (2, 62), (1, 15)))
         cases += [replace(base, name=f"window {window}", window=window) for window in (1, 6, 16, 64)]
-        cases.append(replace(base, name="window, long", window=20,
-            rows=((150, 0), (40, 200), (1, 300), (3, 140)), heads=2, kv_heads=1))
+        cases.append(replace(base, name="window, long", window=20, heads=2, kv_heads=1,
+            rows=((150, 0), (40, 200), (1, 300), (3, 140))))
+        if 256 in dims:  # small tiles: some hold no key that the last queries see
+            cases.append(replace(base, name="window, large heads", window=6, head_dim=256, rows=((70, 9),), kv_heads=6))
     if support.softcap:
         cases.append(replace(base, name="softcap", softcap=5.0))
     if support.softcap and support.windows:
@@ -92,7 +97,7 @@ def check_attention(backend: AttentionBackend, case: AttentionCase, device: str 
     bench = _Bench(backend, case, rows, device)
     everyone = list(range(len(rows)))
     together = bench.attend(everyone)
-    for order in (everyone, everyone[::-1], everyone[1::2] + everyone[::2]):
+    for order in (everyone, everyone[::-1]):
         for index, got in zip(order, together if order == everyone else bench.attend(order), strict=True):
             error = _error(got, expected[index])
             assert error <= TOLERANCE[case.dtype], (

@@ -1,0 +1,73 @@
+"""Whole engines over other attention backends: the tokens of transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hotswap.plugins.attention.torch_sdpa import TorchAttention
+from hotswap.plugins.attention.triton.backend import TritonAttention
+
+NGRAM = {"use": "ngram", "min_n": 1, "max_n": 3, "max_draft": 3}
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int | None]]:
+    """The uniform query length of each step that a backend planned for, by the backend's class."""
+    steps: dict[str, list[int | None]] = {}
+    for backend in (TorchAttention, TritonAttention):
+        def plan(self: Any, state: Any, layout: Any, backend: Any = backend, plan: Any = backend.plan) -> None:
+            steps.setdefault(f"{backend.__name__} {id(self)}", []).append(layout.uniform_query_len)
+            plan(self, state, layout)
+
+        monkeypatch.setattr(backend, "plan", plan)
+    return steps
+
+
+def interpreted() -> bool:
+    triton = pytest.importorskip("triton")
+    return bool(triton.knobs.runtime.interpret) and not torch.cuda.is_available()
+
+
+def test_the_triton_kernels_give_the_tokens_of_transformers(run: Any, book: Any, tiny: Any, planned: Any) -> None:
+    """In Triton's interpreter: chunks, prefix hits, drafts, preemption and two steps in flight, for a few tokens."""
+    if not interpreted():
+        pytest.skip("kernels are compiled here: see tests/attention/test_triton_gpu.py")
+    settings = tiny.config({"use": "chunked", "max_chunk": 16}, "prefix", NGRAM, 2, num_blocks=33)
+    settings["attention"] = "triton"
+    engine = run(settings)
+    prompts = [prompt for prompt in tiny.prompts() if len(prompt) <= 32]
+    for _ in range(2):
+        for prompt, output in zip(prompts, engine.generate(prompts, 6), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    engine.assert_clean()
+    [lengths] = planned.values()
+    assert 1 in lengths
+    assert None in lengths, "prompts should share steps with decodes"
+    seen = engine.seen
+    print(dict(seen))
+    assert engine.built.engine.loop.max_depth_seen == 2
+    assert seen["cached tokens"]
+    assert seen["preempted"]
+    assert seen["accepted"] and seen["rejected"]
+
+
+@pytest.mark.parametrize("decode", ["torch", "triton"])
+def test_one_backend_for_prefill_and_another_for_decode(
+    run: Any, book: Any, tiny: Any, planned: Any, decode: str,
+) -> None:
+    if decode == "triton" and not interpreted():
+        pytest.skip("there is no interpreter here")
+    settings = tiny.config({"use": "chunked", "max_chunk": 16}, "prefix", {"use": "none"}, 2)
+    settings["attention"] = {"use": "composite", "prefill": "torch", "decode": decode}
+    engine = run(settings)
+    prompts = tiny.prompts()
+    for _ in range(2):
+        for prompt, output in zip(prompts, engine.generate(prompts, 8), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    engine.assert_clean()
+    uniform, mixed = sorted(planned.values(), key=lambda lengths: lengths[0] != 1)
+    assert set(uniform) == {1}
+    assert None in mixed and 1 not in mixed
+    assert engine.built.engine.loop.max_depth_seen == 2
+    assert engine.seen["cached tokens"]
