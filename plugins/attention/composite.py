@@ -102,6 +102,7 @@ class CompositeAttention(AttentionBackend):
             softcap=prefill.softcap and decode.softcap,
             graph_level=_graph_level(prefill, decode),
             rounding=max(prefill.rounding, decode.rounding),
+            note="; ".join(dict.fromkeys(note for note in (prefill.note, decode.note) if note)),
         )
 
     def _common(self, what: str, prefill: tuple[T, ...] | None, decode: tuple[T, ...] | None) -> tuple[T, ...] | None:

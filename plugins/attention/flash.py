@@ -59,7 +59,8 @@ class FlashAttention(AttentionBackend):
         generation = self._chosen.generation
         return AttentionSupport(
             devices=DEVICES, dtypes=("bfloat16", "float16"), head_dims=generation.head_dims,
-            page_sizes=generation.page_sizes, layouts=(NHD,), graph_level=generation.graph_level, rounding=1e-2,
+            page_sizes=generation.page_sizes, layouts=(NHD,),
+            clean_pages=generation.page_sizes is None, graph_level=generation.graph_level, rounding=1e-2,
             note=self._chosen.why)
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
