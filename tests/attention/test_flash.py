@@ -18,6 +18,7 @@ from hotswap.core.interfaces.attention import BatchLimits, GraphLevel, GroupShap
 from hotswap.core.registry import Registry
 from hotswap.core.testing.attention import AttentionCase, attention_cases, check_attention, check_static_attention
 from hotswap.plugins.attention import flash
+from hotswap.plugins.attention.composite import CompositeAttention
 from hotswap.plugins.attention.flash import FlashAttention
 
 STAND_IN = Path(__file__).with_name("stand_in_flash")
@@ -103,6 +104,22 @@ def test_keys_that_a_window_gave_back_are_not_even_loaded(install, monkeypatch):
     monkeypatch.setattr(flash, "_visible_pages", lambda window, layout, pages: pages.page_table)
     with pytest.raises(AssertionError):  # a tile reaches into pages of NaN
         check_attention(FlashAttention(), case)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's kernels are compiled, and the stand-in is on the CPU")
+@pytest.mark.parametrize("order", ["flash, then triton", "triton, then flash"])
+def test_flash_and_triton_share_pages(install, order):
+    triton = pytest.importorskip("hotswap.plugins.attention.triton.backend").TritonAttention()
+    install((9, 0), **EVERY)
+    pair = {"prefill": FlashAttention(), "decode": triton}
+    if order == "triton, then flash":
+        pair = dict(zip(pair, reversed(pair.values()), strict=True))
+    both = CompositeAttention(
+        CompositeAttention.Options(**{role: backend.name for role, backend in pair.items()}), pair)
+    assert both.support().note.startswith("FlashAttention-3")
+    rows, sizes = ((1, 16), (3, 30), (20, 5), (1, 5)), {"heads": 2, "kv_heads": 1, "page_size": 4, "padding": 1}
+    check_attention(both, AttentionCase("pair", rows=rows, dtype="float16", window=6, **sizes))
+    check_attention(both, AttentionCase("pair", rows=((1, 16), (1, 5)), dtype="float16", **sizes))
 
 
 # What is chosen
