@@ -83,6 +83,15 @@ class _Kept:
     over: bool = False
 
 
+def ask(channel: Channel, peer: RankCard, wanted: Wanted) -> bytes:
+    """ChannelClosedError where the peer refuses."""
+    channel.send(Kind.FETCH, encode(wanted))
+    frame = channel.receive()
+    if frame.kind is not Kind.PAGES:
+        raise ChannelClosedError(f"{peer.label} refuses: {frame.payload.decode(errors='replace')}")
+    return frame.payload
+
+
 class TcpWorker(PeerWorker):
     """One thread listens, one more serves each peer. Pages are copied under a lock, so that a reader gets them while
     they are kept or not at all."""
@@ -122,7 +131,7 @@ class TcpWorker(PeerWorker):
         return self._kept.pop(key, None)
 
     def read(self, ticket: Ticket, peer: RankCard, wanted: Sequence[tuple[Read, Span]]) -> None:
-        channel = self._connected(peer)
+        channel = self.connected(peer)
         try:
             for read, span in wanted:
                 self._read(channel, ticket.key, peer, read, span)
@@ -136,22 +145,19 @@ class TcpWorker(PeerWorker):
         for layer in read.layers:
             for begin in range(0, len(span.ids), most):
                 ids = span.ids[begin : begin + most]
-                channel.send(Kind.FETCH, encode(Wanted(
-                    key, read.group, layer, read.first_head, read.heads, span.first + begin, len(ids))))
-                frame = channel.receive()
-                if frame.kind is not Kind.PAGES:
-                    raise ChannelClosedError(f"{peer.label} refuses: {frame.payload.decode(errors='replace')}")
-                if len(frame.payload) != page_bytes * len(ids):
+                data = ask(channel, peer, Wanted(
+                    key, read.group, layer, read.first_head, read.heads, span.first + begin, len(ids)))
+                if len(data) != page_bytes * len(ids):
                     raise ChannelClosedError(
-                        f"{peer.label} sent {len(frame.payload)} bytes for {len(ids)} pages of {page_bytes}")
-                both = torch.frombuffer(bytearray(frame.payload), dtype=dtype)
+                        f"{peer.label} sent {len(data)} bytes for {len(ids)} pages of {page_bytes}")
+                both = torch.frombuffer(bytearray(data), dtype=dtype)
                 blocks = both.view(2, *block_shape_of(card, len(ids), read.heads))
                 put(self.cache.groups[read.group], ids, [layer], read.first_head, read.heads, list(blocks))
 
     def done(self, ticket: Ticket, peers: Sequence[RankCard], all_readers: bool) -> None:
         for peer in peers:
             with contextlib.suppress(OSError):
-                channel = self._connected(peer)
+                channel = self.connected(peer)
                 try:
                     channel.send(Kind.DONE, encode(Finished(ticket.key, self.rank, self.readers, all_readers)))
                     channel.receive()  # that it was heard
@@ -167,7 +173,7 @@ class TcpWorker(PeerWorker):
         for channel in channels:
             channel.close()
 
-    def _connected(self, peer: RankCard) -> Channel:
+    def connected(self, peer: RankCard) -> Channel:
         channel = connect(peer.address["tcp"], self.secret, 0)
         channel.set_timeout(self.timeout_s)
         return channel
@@ -206,7 +212,7 @@ class TcpWorker(PeerWorker):
             frame = channel.receive()
             if frame.kind is Kind.FETCH:
                 try:
-                    data = self._pages(decode(Wanted, frame.payload))
+                    data = self.answer(decode(Wanted, frame.payload))
                 except (KeyError, ValueError) as error:
                     channel.send(Kind.REFUSED, str(error).encode())
                 else:
@@ -217,21 +223,24 @@ class TcpWorker(PeerWorker):
             else:
                 raise ChannelClosedError(f"a peer sent {frame.kind.name}, which is not asked for here")
 
-    def _pages(self, wanted: Wanted) -> bytes:
-        """ValueError where they are not kept, or not any more. They may be on their way yet."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._is_decided(wanted.key), self.timeout_s)
-            kept = self._kept.get(wanted.key)
-            if kept is None or not kept.name:
-                raise ValueError("these pages are not kept here, or not any more")
-            span = kept.spans[wanted.group]
-            skip = wanted.first - span.first
-            if skip < 0 or skip + wanted.count > len(span.ids):
-                raise ValueError(f"pages {wanted.first} to {wanted.first + wanted.count - 1} are not among those kept")
-            with torch.inference_mode():
-                blocks = take(self.cache.groups[wanted.group], span.ids[skip : skip + wanted.count], [wanted.layer],
-                              wanted.first_head, wanted.heads)
-                return b"".join(block.view(-1).view(torch.uint8).numpy().tobytes() for block in blocks)
+    def answer(self, wanted: Wanted) -> bytes:
+        """What a FETCH is answered with. KeyError and ValueError where the pages are not kept, or not any more."""
+        with self._changed, torch.inference_mode():
+            blocks = take(self.cache.groups[wanted.group], self.kept_ids(wanted), [wanted.layer], wanted.first_head,
+                          wanted.heads)
+            return b"".join(block.view(-1).view(torch.uint8).numpy().tobytes() for block in blocks)
+
+    def kept_ids(self, wanted: Wanted) -> tuple[int, ...]:
+        """The ids of the pages. They may be on their way yet, and are waited for; they stay while the lock is held."""
+        self._changed.wait_for(lambda: self._closed or self._is_decided(wanted.key), self.timeout_s)
+        kept = self._kept.get(wanted.key)
+        if kept is None or not kept.name:
+            raise ValueError("these pages are not kept here, or not any more")
+        span = kept.spans[wanted.group]
+        skip = wanted.first - span.first
+        if skip < 0 or skip + wanted.count > len(span.ids):
+            raise ValueError(f"pages {wanted.first} to {wanted.first + wanted.count - 1} are not among those kept")
+        return span.ids[skip : skip + wanted.count]
 
     def _is_decided(self, key: str) -> bool:
         return key in self._gone or (key in self._kept and bool(self._kept[key].name))

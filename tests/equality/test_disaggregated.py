@@ -1,5 +1,6 @@
 """Prompts at one engine, the rest at another: the same tokens, and nothing that a client could tell."""
 
+import importlib.util
 import itertools
 import threading
 import time
@@ -48,7 +49,8 @@ def test_the_tokens_are_those_of_one_engine(
     assert sum(counts(running, "failed")) == sum(counts(running, "refused")) == sum(counts(running, "expired")) == 0
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", [*WIRES, pytest.param("nixl", marks=pytest.mark.skipif(
+    not importlib.util.find_spec("nixl_cu12"), reason="needs the extra nixl"))])
 def test_the_decode_engine_computes_nothing_twice(deploy: Any, tiny: Any, wire: str) -> None:
     """One token a step and row, the first of which is the token that the prefill engine sampled."""
     running = deploy(disaggregated(tiny, kv_transfer=wire, num_blocks=300))

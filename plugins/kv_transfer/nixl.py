@@ -1,0 +1,176 @@
+"""Pages through NIXL: one-sided reads over UCX, by RDMA, NVLink, shared memory or sockets, whatever the machine has."""
+
+import base64
+import importlib
+import importlib.util
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.execution.channel import ChannelClosedError, decode, encode
+from hotswap.core.interfaces.kv_transfer import GroupPages, TransferWorker
+from hotswap.plugins.kv_transfer.peer import Ticket
+from hotswap.plugins.kv_transfer.peer_worker import Span
+from hotswap.plugins.kv_transfer.rank_card import HEADS, GroupCard, RankCard, Read
+from hotswap.plugins.kv_transfer.tcp import TcpTransfer, TcpWorker, Wanted, ask
+
+PACKAGES = ("nixl", "nixl_cu12")
+POLL_S = 0.0005
+ADDRESS = np.int64
+
+
+class NixlTransfer(TcpTransfer):
+    """The next engine's ranks read the keeper's cache themselves, without its help, through NVIDIA's NIXL.
+
+    Choose it between GPUs, and wherever UCX knows a faster way than sockets. It needs the extra `nixl`. What is read is
+    agreed on over the connections of `tcp`, with its proofs: before a read the keeper says where the pages lie, and
+    after it that it still has them, so that pages that were given away in the middle are never used.
+    """
+
+    wire = "nixl"
+
+    def __init__(self, options: Any = None, parts: Any = None) -> None:
+        super().__init__(options, parts)
+        if not any(map(importlib.util.find_spec, PACKAGES)):
+            raise ConfigError(
+                "the package nixl-cu12 is not installed; install hotswap[nixl], or choose shm or tcp", "use")
+
+    def worker(self) -> TransferWorker:
+        return NixlWorker()
+
+
+class NixlWorker(TcpWorker):
+    """The cache's tensors are registered once. An agent is not safe for threads, and has a lock."""
+
+    def open(self, terms: Mapping[str, Any]) -> dict[str, Any]:
+        api = importlib.import_module(f"{next(filter(importlib.util.find_spec, PACKAGES))}._api")
+        tensors = [
+            tensor for group in self.cache.groups.values() for layer in group.layers for tensor in layer.tensors]
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ConfigError("the attention backend's pages do not lie in one piece, which NIXL needs", "kv_transfer")
+        self._agents, self._pause = threading.Lock(), threading.Event()
+        self._memory = "VRAM" if self.cache.device.startswith("cuda") else "DRAM"
+        self._device = max(0, tensors[0].get_device())
+        self._agent = api.nixl_agent(f"hotswap-{self.rank}", api.nixl_agent_config(backends=["UCX"]))
+        self._registered: Any = self._agent.register_memory(tensors)
+        self._remote: dict[str, str] = {}
+        starts = {
+            name: {layer.layer: [tensor.data_ptr() for tensor in layer.tensors] for layer in group.layers}
+            for name, group in self.cache.groups.items()}
+        return {**super().open(terms), "nixl": {
+            "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode(), "memory": self._memory,
+            "device": self._device, "starts": starts}}
+
+    def answer(self, wanted: Wanted) -> bytes:
+        """Where the pages are; the bytes are read without asking."""
+        with self._changed:
+            return encode(self.kept_ids(wanted))
+
+    def read(self, ticket: Ticket, peer: RankCard, wanted: Sequence[tuple[Read, Span]]) -> None:
+        channel = self.connected(peer)
+        try:
+            def ids(read: Read, span: Span) -> list[int]:
+                return decode(list[int], ask(channel, peer, Wanted(
+                    ticket.key, read.group, read.layers[0], read.first_head, read.heads, span.first, len(span.ids))))
+
+            located = [(read, span, ids(read, span)) for read, span in wanted]
+            self._copy(peer, located)
+            if any(ids(read, span) != before for read, span, before in located):
+                raise ChannelClosedError(f"{peer.label} gave the pages away while they were read")
+        finally:
+            channel.close()
+
+    def shut(self) -> None:
+        super().shut()
+        with self._agents:
+            registered, self._registered = self._registered, None
+            if registered is not None:
+                self._agent.deregister_memory(registered)
+
+    def _copy(self, peer: RankCard, located: Sequence[tuple[Read, Span, Sequence[int]]]) -> None:
+        theirs = peer.address["nixl"]
+        rows: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]] = []
+        for read, span, ids in located:
+            group = self.cache.groups[read.group]
+            whole = read.heads == group.kv_heads.count == peer.groups[read.group].kv_heads.count
+            mine, other = Pieces(_card(group), whole), Pieces(peer.groups[read.group], whole)
+            size = mine.size(read, _itemsize(group))
+            for layer, part in ((layer, part) for layer in read.layers for part in range(2)):
+                rows.append((
+                    _starts(group, layer)[part] + mine.offsets(span.ids, read, _itemsize(group)),
+                    theirs["starts"][read.group][str(layer)][part] + other.offsets(ids, read, _itemsize(group)), size))
+        self._run(peer, _table(((row[0], row[2]) for row in rows), self._device),
+                  _table(((row[1], row[2]) for row in rows), theirs["device"]), theirs["memory"])
+
+    def _run(self, peer: RankCard, mine: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]", memory: str) -> None:
+        with self._agents:
+            if peer.rank not in self._remote:
+                metadata = base64.b64decode(peer.address["nixl"]["metadata"])
+                name = self._agent.add_remote_agent(metadata)
+                self._remote[peer.rank] = name.decode() if isinstance(name, bytes) else name
+            handle = self._agent.initialize_xfer(
+                "READ", self._agent.get_xfer_descs(mine, self._memory), self._agent.get_xfer_descs(other, memory),
+                self._remote[peer.rank])
+            state = self._agent.transfer(handle)
+        try:
+            for _ in range(int(self.timeout_s / POLL_S)):
+                if state != "PROC":
+                    break
+                self._pause.wait(POLL_S)
+                with self._agents:
+                    state = self._agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise ChannelClosedError(f"NIXL could not read from {peer.label}: {state}")
+        finally:
+            with self._agents:
+                self._agent.release_xfer_handle(handle)
+
+
+class Pieces:
+    """Where some heads of some pages lie in a tensor: pieces without a gap, as many a page as there are indices of the
+    dimensions before the heads; one where all heads are meant (``whole``)."""
+
+    def __init__(self, card: GroupCard, whole: bool) -> None:
+        rest = iter(card.shape)
+        shape = [card.kv_heads.count if axis == HEADS else next(rest) for axis in card.axes[1:]]
+        self._page, self._start = math.prod(shape), card.kv_heads.start
+        place = card.axes.index(HEADS) - 1 if HEADS in card.axes and not whole else 0
+        self._outer = math.prod(shape[:place])
+        self._inner = math.prod(shape[place + 1 :])
+        self._whole = whole or HEADS not in card.axes
+
+    def size(self, read: Read, itemsize: int) -> int:
+        """Bytes of a piece."""
+        return (self._page if self._whole else read.heads * self._inner) * itemsize
+
+    def offsets(self, ids: Sequence[int], read: Read, itemsize: int) -> "np.ndarray[Any, Any]":
+        """Of each piece, page by page, in bytes."""
+        pages = np.array(ids, ADDRESS)[:, None] * self._page
+        if self._whole:
+            return pages.ravel() * itemsize
+        rows = np.arange(self._outer, dtype=ADDRESS)[None, :] * (self._page // self._outer)
+        return (pages + rows + (read.first_head - self._start) * self._inner).ravel() * itemsize
+
+
+def _card(group: GroupPages) -> GroupCard:
+    page = group.layers[0].tensors[0].shape[1:]
+    shape = tuple(size for axis, size in zip(group.axes[1:], page, strict=True) if axis != HEADS)
+    return GroupCard(group.page_size, group.axes, shape, group.kv_heads, tuple(layer.layer for layer in group.layers))
+
+
+def _starts(group: GroupPages, layer: int) -> list[int]:
+    return next([tensor.data_ptr() for tensor in one.tensors] for one in group.layers if one.layer == layer)
+
+
+def _itemsize(group: GroupPages) -> int:
+    return group.layers[0].tensors[0].itemsize
+
+
+def _table(parts: "Iterator[tuple[np.ndarray[Any, Any], int]]", device: int) -> "np.ndarray[Any, Any]":
+    """[pieces, 3]: address, length, device."""
+    return np.concatenate([
+        np.stack([starts, np.full_like(starts, size), np.full_like(starts, device)], 1) for starts, size in parts])
