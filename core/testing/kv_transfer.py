@@ -182,7 +182,7 @@ def traffic(
     """A rig with parts and sizes drawn by ``seed``, not run yet."""
     rng, transfer = random.Random(seed), make()
     page_size, longest = rng.choice([1, 2, 4, 8]), 96
-    kv = rng.choice(["prefix", "prefix", "paged"])
+    kv = rng.choice(["prefix", "radix", "paged"])
     windows: dict[str, int | None] = {"full": None}
     if rng.random() < 0.5:
         windows["window"] = rng.choice([1, 3, 6, 13])

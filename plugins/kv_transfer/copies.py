@@ -72,6 +72,7 @@ class OnAStream:
     def __init__(self, device: str) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own gap
+        self._events: list[Any] = []  # torch.cuda.Event, whose methods have no types
 
     def start(self, copy: Callable[[], None]) -> Callable[[], bool]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -79,10 +80,13 @@ class OnAStream:
             copy()
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
+        self._events = [earlier for earlier in self._events if not earlier.query()] + [event]
         return event.query
 
     def wait(self, seconds: float) -> None:
-        """The loop asks again at once: an event cannot be waited for with a limit."""
+        """Until the oldest has ended: an event cannot be waited for with a limit, and nothing else is to be done."""
+        if self._events:
+            self._events[0].synchronize()
 
     def close(self) -> None:
         self._stream.synchronize()

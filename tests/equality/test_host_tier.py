@@ -54,6 +54,47 @@ def test_a_host_tier_changes_no_token(
     assert bool(seen["accepted"] and seen["rejected"]) is (speculator != "none")
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pages_behind_a_window_are_neither_saved_nor_missed(
+    run: Any, book: Any, windowed: Any, overlap: bool,
+) -> None:
+    engine = run(windowed.config(
+        {"use": "chunked", "max_chunk": 7}, "prefix", NGRAM, 2, num_blocks=38,
+        kv_transfer={"use": "host", "memory": "1MiB", "swap_overhead": 30, "overlap": overlap}))
+    for seed in (1, 2, 1, 2):
+        prompts = windowed.prompts(seed)
+        for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS), strict=True):
+            book.compare(windowed.reference, prompt, output)
+    moved = counters(engine)
+    assert moved["hits"] and moved["swaps_in"], moved
+
+
+def test_the_pages_of_a_draft_model_travel_with_those_of_its_target(run: Any, tiny: Any) -> None:
+    """The target as its own draft is always right: unless its pages come back wrong."""
+    engine = run(tiny.config(
+        {"use": "chunked", "max_chunk": 7}, "paged", {"use": "draft", "model": str(tiny.path), "max_draft": 4}, 2,
+        num_blocks=40, kv_transfer={"use": "host", "memory": "2MiB", "swap_overhead": 0}))
+    for _ in range(3):
+        engine.generate(tiny.prompts(), MAX_TOKENS)
+    moved, seen = counters(engine), engine.seen
+    assert moved["hits"] and moved["swaps_in"], moved
+    assert seen["accepted"] > 300
+    assert seen["rejected"] <= 0.01 * seen["accepted"], dict(seen)
+
+
+@pytest.mark.slow
+def test_each_rank_copies_its_own_part_of_a_page(run: Any, book: Any, tiny: Any) -> None:
+    engine = run(tiny.config(
+        "chunked", "prefix", "none", 2, num_blocks=38, parallel=[{"use": "tensor", "size": 2}],
+        kv_transfer={"use": "host", "memory": "1MiB", "swap_overhead": 30, "overlap": True}))
+    for seed in (1, 2, 1):
+        prompts = tiny.prompts(seed)
+        for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    moved = counters(engine)
+    assert moved["hits"] and moved["swaps_in"], moved
+
+
 def test_two_hundred_alternating_prompts_over_eight_pages(run: Any, book: Any, tiny: Any) -> None:
     """Each has its pages driven out by the next; copies run on a thread beside the steps."""
     engine = run(tiny.config(

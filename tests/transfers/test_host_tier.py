@@ -3,6 +3,7 @@
 import random
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,40 @@ def test_every_byte_of_every_layer_goes_out_and_comes_back(dtype: torch.dtype, s
         assert not new[7].any()
     assert worker.report(0.0) == [EndedTransfer("s"), EndedTransfer("l")]
     worker.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_page_goes_to_pinned_memory_and_back_while_its_stream_goes_on(overlap: bool) -> None:
+    """What a step queues behind a transfer is not seen by it, and what was queued before is."""
+    cache = pages(*[torch.zeros(64, 16, 8, 64, device="cuda") for _ in range(4)])
+    cache = replace(cache, device="cuda")
+    tensors = [tensor for layer in cache.groups["full"].layers for tensor in layer.tensors]
+    worker = HostTierWorker(overlap)
+    worker.register(cache, {"slots": 32})
+    some, slots = list(range(1, 33)), list(range(31, -1, -1))
+    for round_ in range(1, 4):
+        for tensor in tensors:
+            tensor[some] = round_ + torch.arange(32.0, device="cuda")[:, None, None, None]
+        expected = [tensor[some].clone() for tensor in tensors]
+        worker.begin({"save": [[f"s{round_}", {"full": (some, slots)}]], "load": []})
+        end(worker, f"s{round_}")
+        for tensor in tensors:
+            tensor.fill_(-1)
+        worker.begin({"save": [], "load": [[f"l{round_}", 0, {"full": (some, slots)}]]})
+        end(worker, f"l{round_}")
+        for tensor, wanted in zip(tensors, expected, strict=True):
+            assert torch.equal(tensor[some], wanted)
+            assert (tensor[33:] == -1).all()
+    worker.close()
+
+
+def end(worker: HostTierWorker, name: str) -> None:
+    ended: list[EndedTransfer] = []
+    while not ended:
+        ended = worker.report(0.01)
+    assert ended == [EndedTransfer(name)]
 
 
 def test_more_than_is_staged_at_a_time_is_copied_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
