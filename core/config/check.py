@@ -81,7 +81,7 @@ def check_config(config: Config, registry: Registry) -> Components:
             if ref.use == AUTO and kinds == ("executor",):
                 continue  # when it is known what it must offer
             if ref.use == AUTO and kinds == ("attention",):
-                ref, note = choose_attention(registry, ref, _device(config))
+                ref, note = choose_attention(registry, ref, _device(config), config.dtype, config.kvcache.block_size)
                 notes.append(note)
             built[path] = registry.build(kind_of(registry, kinds, ref, path), ref, path, known_keys())
         except ConfigError as error:
@@ -161,23 +161,28 @@ def unmet(components: Mapping[str, Component]) -> list[Problem]:
     return problems
 
 
-def choose_attention(registry: Registry, ref: ComponentRef, device: str) -> tuple[ComponentRef, str]:
+def choose_attention(
+    registry: Registry, ref: ComponentRef, device: str, dtype: str = AUTO, page_size: int | None = None,
+) -> tuple[ComponentRef, str]:
     """What ``attention: auto`` means on ``device``, and why: a backend made for the device before one for any device.
 
-    Backends that cannot be imported here are passed over. ConfigError where none is left.
+    Backends that cannot be used here, or do not take the ``dtype`` and ``page_size`` that the config gives, are passed
+    over. ConfigError where none is left.
     """
     kind = device.partition(":")[0]
     ranked, passed = [], []
     for name in registry.names("attention"):
         try:
-            devices = registry.build("attention", ComponentRef(use=name, **ref.options), "attention").support().devices
+            support = registry.build("attention", ComponentRef(use=name, **ref.options), "attention").support()
         except ConfigError as error:
             passed.append(f"{name}: {error.message}")
             continue
-        if devices is None or kind in devices:
-            ranked.append((devices is None, name))
+        given = ((kind, support.devices), (dtype, support.dtypes), (page_size, support.page_sizes))
+        lacking = [allowed for value, allowed in given if allowed is not None and value not in (None, AUTO, *allowed)]
+        if lacking:
+            passed.append(f"{name}: only for {', '.join(map(str, lacking[0]))}")
         else:
-            passed.append(f"{name}: only for {', '.join(devices)}")
+            ranked.append((support.devices is None, name))
     reasons = f" ({'; '.join(passed)})" if passed else ""
     if not ranked:
         raise ConfigError(f"no installed backend runs on {device}{reasons}.", "attention")

@@ -11,6 +11,7 @@ replay writes.
 """
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -54,7 +55,10 @@ class GraphDevice(Protocol):
 
 
 class CudaGraphs:
-    """torch's CUDA graphs on a stream of their own, with one private pool for all."""
+    """torch's CUDA graphs on a stream of their own, with one private pool for all. Of several engines in one process
+    one captures at a time: a capture waits for the whole device before it begins, which nobody may while it lasts."""
+
+    _one_at_a_time = threading.Lock()
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -62,7 +66,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        with torch.cuda.device(self._device):
+        with self._one_at_a_time, torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):

@@ -10,6 +10,7 @@ from hotswap.core.interfaces.attention import NHD, AttentionBackend, AttentionSu
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.layout import BatchLayout, GroupLayout
 from hotswap.plugins.attention.flash_packages import Cache, Call, Capability, Chosen, choose
+from hotswap.plugins.attention.pages import rest_of_pages
 
 DEVICES = ("cuda",)
 """Kinds of device that the packages run on."""
@@ -78,7 +79,8 @@ class FlashAttention(AttentionBackend):
         if generation.sums_lengths and layout.uniform_query_len is None:
             kv_starts = torch.nn.functional.pad(layout.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
         if generation.page_sizes is None and shape.window is not None:
-            table, rest = _visible_pages(shape.window, layout, pages), _rest_of_pages(layout, pages)
+            table, rest = _visible_pages(shape.window, layout, pages), rest_of_pages(
+                pages.slots[layout.query_starts[1:].long() - 1], pages.page_size).flatten()
         step = _Step(
             Call(shape, table, layout.kv_lens, layout.query_starts, kv_starts, layout.uniform_query_len,
                  max(layout.query_lens), max(layout.kv_lens_max)),
@@ -116,12 +118,3 @@ def _visible_pages(window: int, layout: BatchLayout, pages: GroupLayout) -> torc
     first = (layout.kv_lens - asked - window + 1).clamp_(min=0) // pages.page_size
     places = torch.arange(pages.page_table.shape[1], device=first.device).maximum(first[:, None].long())
     return pages.page_table.gather(1, places)
-
-
-def _rest_of_pages(layout: BatchLayout, pages: GroupLayout) -> torch.Tensor:
-    """[R S]: the slots behind each row's last token in its page, and that token's own, which is written afterwards,
-    where there are none: a page that is begun may hold another request's NaN, too."""
-    size = pages.page_size
-    last = pages.slots[layout.query_starts[1:].long() - 1][:, None]
-    behind = last + 1 + torch.arange(size, device=last.device)
-    return behind.minimum(last // size * size + size - 1).flatten()

@@ -17,3 +17,10 @@ def begun_pages(pages: GroupLayout, queries: IntArray, lengths: IntArray) -> tor
         return None
     index = torch.from_numpy(np.stack([rows, last[rows]])).to(pages.page_table.device)
     return pages.page_table[index[0], index[1]].long()
+
+
+def rest_of_pages(last: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Slots [R, S] behind the slots ``last`` [R] in their pages, as many as there can be: where there are fewer, the
+    page's last one again. Of a page that is full that is the slot itself, which a step writes after it has cleared."""
+    behind = last[:, None] + 1 + torch.arange(page_size, device=last.device)
+    return behind.minimum((last // page_size * page_size + page_size - 1)[:, None])

@@ -22,7 +22,7 @@ from hotswap.core.interfaces.attention import (
 )
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.layout import BatchLayout, GroupLayout
-from hotswap.plugins.attention.pages import begun_pages
+from hotswap.plugins.attention.pages import begun_pages, rest_of_pages
 
 SHORT = 16
 """Rows of at most so many queries (decoding, verification) share one call; longer ones get calls of their own."""
@@ -196,11 +196,9 @@ def _plan_static(state: _State, layout: BatchLayout) -> None:
             max(MAX_GATHER, whole * size) * state.shape.kv_heads * state.shape.head_dim,
             dtype=state.dtype, device=state.device)
         state.workspace = space, torch.empty_like(space)
-    ends = layout.kv_lens.long()[:, None] - 1
-    behind = (ends + 1 + torch.arange(size, device=state.device)).minimum(ends // size * size + size - 1)
-    last = pages.slots.view(rows, queries)[:, -1:]
+    rest = rest_of_pages(pages.slots.view(rows, queries)[:, -1], size)
     fresh = _StaticRows(
-        _vectors(pages.slots, state), _vectors((last + (behind - ends)).flatten(), state),
+        _vectors(pages.slots, state), _vectors(rest.flatten(), state),
         [_plan_short(state, layout, pages, part, queries, part * queries, most)
          for part in np.array_split(np.arange(rows), min(rows, -(-rows * most * size // MAX_GATHER)))])
     kept = state.static.setdefault((rows, queries), fresh)

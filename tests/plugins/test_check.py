@@ -122,6 +122,14 @@ def test_auto_takes_the_attention_made_for_the_device_else_a_general_one_and_say
     assert "chip: only for chip" in note
 
 
+def test_auto_passes_over_attention_that_does_not_take_what_the_config_gives(check):
+    pages = {"use": "fake", "block_size": 7}
+    for changes, only in (({"dtype": "float32"}, "bfloat16"), ({"kvcache": pages}, "16, 32")):
+        parts = check(attention="auto", device="chip", **changes)
+        assert parts.attention.label != "attention:chip"
+        assert f"chip: only for {only}" in parts.notes[0]
+
+
 def test_auto_is_noted(check):
     assert check(attention="auto", device="chip").notes == check(attention="auto", device="chip:1").notes
     assert check(attention="auto", device="chip").attention.label == "attention:chip"
