@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 
+from hotswap.core.errors import ConfigError
+from hotswap.core.modeling.checkpoint import open_checkpoint
+
+MODEL = "smollm2-135m-instruct"
 MAX_TOKENS = 24
 NOISE = 0.03
 """Of the standard deviation of each weight: so much that 20 to 80 % of the drafts are accepted."""
@@ -79,6 +83,54 @@ def test_the_target_as_its_own_draft_is_always_right(run: Any, tiny: Any, depth:
     assert seen["rejected"] <= 0.01 * seen["accepted"], "beside near ties, every draft should be right"
 
 
+@pytest.mark.parametrize("kv", ["prefix", "radix"])
+def test_a_host_tier_carries_the_draft_models_pages_too(run: Any, book: Any, tiny: Any, kv: str) -> None:
+    """Hits and swaps through host memory: the target as its own draft stays right behind them."""
+    speculator = {"use": "draft", "model": str(tiny.path), "max_draft": 3}
+    engine = run(tiny.config(
+        {"use": "chunked", "max_chunk": 7}, kv, speculator, 2, num_blocks=38,
+        kv_transfer={"use": "host", "memory": "2MiB", "swap_overhead": 30}))
+    for seed in (1, 2, 1, 2):  # what one round leaves, the next one drives out
+        prompts = tiny.prompts(seed)
+        for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    moved, seen = dict(engine.built.engine.call(engine.built.engine.loop.transfers.counters)), engine.seen
+    assert moved["hits"] and moved["swaps_in"], moved
+    assert seen["accepted"] > 300
+    assert seen["rejected"] <= 0.01 * seen["accepted"], dict(seen)
+
+
+def test_choices_of_one_prompt_share_the_draft_models_pages(run: Any, book: Any, tiny: Any) -> None:
+    """Greedy and sampled choices side by side; a seeded one is the same whenever it is asked for."""
+    speculator = {"use": "draft", "model": str(tiny.path), "max_draft": 3}
+    engine = run(tiny.config("chunked", "prefix", speculator, 2, num_blocks=200))
+    prompt = tiny.prompts()[3]
+    greedy = {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    sampled = [{**greedy, "temperature": 0.8, "seed": seed} for seed in (1, 2)]
+    rounds = [engine.answer(greedy, *sampled, greedy) for _ in range(2)]
+    for answers in rounds:
+        for answer in (answers[0], answers[3]):
+            book.compare(tiny.reference, prompt, answer.token_ids)
+    assert [answer.token_ids for answer in rounds[0]] == [answer.token_ids for answer in rounds[1]]
+    assert engine.seen["cached tokens"]
+    assert engine.seen["rejected"] <= 0.02 * engine.seen["accepted"], dict(engine.seen)
+    engine.assert_clean()
+
+
+def test_a_draft_model_that_does_not_fit_ends_the_start(run: Any, tiny: Any, noisy: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = LlamaConfig(
+        vocab_size=161, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=512)
+    LlamaForCausalLM(other).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="speculator.model: .* vocabulary of 161 tokens and the target one of 160"):
+        run(tiny.config("chunked", "prefix", {"use": "draft", "model": str(tmp_path)}, 1))
+    parallel = [{"use": "pipeline", "size": 2}]
+    with pytest.raises(ConfigError, match="which several stages do not give it"):
+        run(tiny.config("chunked", "prefix", {"use": "draft", "model": str(noisy)}, 1, parallel=parallel))
+
+
 @pytest.mark.slow
 def test_each_rank_of_tensor_parallelism_has_a_draft_model_and_all_take_the_same_drafts(
     run: Any, book: Any, tiny: Any, noisy: Path,
@@ -93,4 +145,27 @@ def test_each_rank_of_tensor_parallelism_has_a_draft_model_and_all_take_the_same
     before = engine.seen["accepted"]
     engine.generate(prompts, MAX_TOKENS, temperature=1.0, seed=3)
     assert engine.seen["accepted"] > before
+    engine.assert_clean()
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_smollm2_drafts_for_itself(run: Any, book: Any, smollm2: Any) -> None:
+    text = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8")
+    words = open_checkpoint(MODEL, progress=False).tokenizer().encode(" ".join(text.split()))
+    prompts = [words[begin : begin + length] for begin, length in ((0, 40), (0, 33), (400, 7))]
+    engine = run({
+        "model": MODEL, "dtype": "float32", "device": "cpu", "max_model_len": 64, "observers": [],
+        "scheduler": {"use": "chunked", "max_batch_tokens": 64, "max_running": 2, "max_chunk": 16},
+        "kvcache": {"use": "prefix", "block_size": 4, "num_blocks": 40},
+        "speculator": {"use": "draft", "model": MODEL, "max_draft": 3},
+        "execution": {"depth": 2, "num_threads": 1},
+    })
+    for _ in range(2):
+        for prompt, output in zip(prompts, engine.generate(prompts, 9), strict=True):
+            book.compare(smollm2, prompt, output)
+    seen = engine.seen
+    print(dict(seen), engine.built.engine.loads().extra["speculation"])
+    assert seen["cached tokens"] and seen["cut prompts"]
+    assert acceptance(seen) > 0.97
     engine.assert_clean()
