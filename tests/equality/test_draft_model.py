@@ -100,21 +100,39 @@ def test_a_host_tier_carries_the_draft_models_pages_too(run: Any, book: Any, tin
     assert seen["rejected"] <= 0.01 * seen["accepted"], dict(seen)
 
 
-def test_choices_of_one_prompt_share_the_draft_models_pages(run: Any, book: Any, tiny: Any) -> None:
-    """Greedy and sampled choices side by side; a seeded one is the same whenever it is asked for."""
+def test_choices_share_the_draft_models_pages(run: Any, book: Any, tiny: Any) -> None:
+    """Greedy and sampled children of one parent, which are forked with their pages; a seed gives the same each time."""
     speculator = {"use": "draft", "model": str(tiny.path), "max_draft": 3}
     engine = run(tiny.config("chunked", "prefix", speculator, 2, num_blocks=200))
-    prompt = tiny.prompts()[3]
-    greedy = {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True}
-    sampled = [{**greedy, "temperature": 0.8, "seed": seed} for seed in (1, 2)]
-    rounds = [engine.answer(greedy, *sampled, greedy) for _ in range(2)]
+    prompt, rounds = tiny.prompts()[3], []
+    for _ in range(2):
+        greedy = {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+        child = {**greedy, "fork_of": engine.name(0)}
+        rounds.append(engine.answer(
+            greedy, child, *({**child, "temperature": 0.8, "seed": seed} for seed in (1, 2))))
     for answers in rounds:
-        for answer in (answers[0], answers[3]):
+        assert [answer.cached_tokens for answer in answers[1:]] == [len(prompt) - 1] * 3, "forked, not matched"
+        for answer in answers[:2]:
             book.compare(tiny.reference, prompt, answer.token_ids)
     assert [answer.token_ids for answer in rounds[0]] == [answer.token_ids for answer in rounds[1]]
-    assert engine.seen["cached tokens"]
     assert engine.seen["rejected"] <= 0.02 * engine.seen["accepted"], dict(engine.seen)
     engine.assert_clean()
+
+
+def test_pages_of_a_draft_model_travel_to_the_engine_that_decodes(deploy: Any, book: Any, tiny: Any) -> None:
+    speculator = {"use": "draft", "model": str(tiny.path), "max_draft": 3}
+    running = deploy(tiny.config(
+        "chunked", "prefix", speculator, 2, kv_transfer="shm",
+        parallel=[{"use": "disaggregated", "prefill": 1, "decode": 1}]))
+    prompts = tiny.prompts()
+    for _ in range(2):
+        for prompt, output in zip(prompts, running.generate(prompts, MAX_TOKENS), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    running.assert_clean()
+    decode = running.seen[1]
+    assert sum(built.engine.loop.transfers.counters()["fetched"] for built in running.built.engines) > 0
+    assert decode["accepted"] > 100
+    assert decode["rejected"] <= 0.02 * decode["accepted"], dict(decode)
 
 
 def test_a_draft_model_that_does_not_fit_ends_the_start(run: Any, tiny: Any, noisy: Path, tmp_path: Path) -> None:
