@@ -20,7 +20,7 @@ from hotswap.core.interfaces.model import Attend, Model, ModelFacts
 from hotswap.core.modeling.mesh import Mesh
 from hotswap.core.modeling.weights import WeightSource
 from hotswap.plugins.models.fallback_check import check_against_eager
-from hotswap.plugins.models.fallback_trace import BUILDING, TracedLayer, resolve, trace
+from hotswap.plugins.models.fallback_trace import BUILDING, Halves, TracedLayer, resolve, trace
 
 ATTENTION = "hotswap"
 """Our name in transformers' table of attention functions. It has none in the table of masks, so that none is made."""
@@ -83,14 +83,10 @@ class TransformersModel(Model):
                 raise ModelLoadError(
                     f"transformers could not load {weights.location} as {model_class.__name__}: {error}") from error
         _check_report(weights, report)
-        self.lm = model.to(self.device).eval()
-        self.trunk = self.lm.base_model
         self.calls = _Calls()
         for index, layer in enumerate(self.trace.layers):
-            self.lm.get_submodule(layer.module).hotswap_layer = (index, self.calls)
-        self.given = _Given()
-        del self.lm._modules[self.lm.base_model_prefix]
-        object.__setattr__(self.lm, self.lm.base_model_prefix, self.given)
+            model.get_submodule(layer.module).hotswap_layer = (index, self.calls)
+        self.halves = Halves(model.to(self.device).eval())
         check_against_eager(self)
 
     def forward(
@@ -101,37 +97,16 @@ class TransformersModel(Model):
         self.calls.attend = attend
         # Drafts may lie beyond the last position; they are never kept, but a table of positions must have their rows.
         positions = positions.clamp(max=self.trace.max_position - 1)
-        out = self.trunk(input_ids=inputs[None], position_ids=positions[None], use_cache=False)
-        self.given.kind = type(out)
-        hidden: torch.Tensor = out.last_hidden_state[0]
-        return hidden
+        return self.halves.hidden(inputs[None], positions[None])[0]
 
     def head(self, rows: torch.Tensor) -> torch.Tensor:
-        """Whatever the class does behind its trunk: scales and caps of logits included."""
-        self.given.rows = rows[None]
-        logits: torch.Tensor = self.lm(input_ids=rows.new_zeros(1, len(rows), dtype=torch.int64)).logits[0]
-        return logits.float()
+        return self.halves.logits(rows[None])[0].float()
 
 
 class _Calls:
     """Where the attention of the running step goes."""
 
     attend: Attend
-
-
-class _Given:
-    """In the place of the trunk: gives the head rows that were computed before."""
-
-    kind: type[Any]
-    rows: torch.Tensor
-
-    @property
-    def decoder(self) -> "_Given":
-        """Some classes go past their trunk to the decoder in it."""
-        return self
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self.kind(last_hidden_state=self.rows)
 
 
 def _attention(

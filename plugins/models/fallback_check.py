@@ -32,22 +32,21 @@ def check_against_eager(model: "TransformersModel") -> None:
     error = float(errors.median() if half else errors.max())
     if not error <= (_HALF_TOLERANCE if half else _TOLERANCE):  # a NaN, too
         raise ConfigError(
-            f"the transformers fallback cannot run {type(model.lm).__name__}: hidden states of two requests in one "
-            f"batch differ from those of transformers alone by {error:.1e} of their size. Its code may ignore "
+            f"the transformers fallback cannot run {type(model.halves.model).__name__}: hidden states of two requests "
+            f"in one batch differ from those of transformers alone by {error:.1e} of their size. Its code may ignore "
             "positions, or keep something from one call to the next", "model")
 
 
 def _theirs(model: "TransformersModel", ids: torch.Tensor) -> torch.Tensor:
     ids = ids.to(model.device)
     positions = torch.arange(len(ids), device=ids.device)
-    implementation = model.trunk.config._attn_implementation
-    model.trunk.set_attn_implementation("eager")
+    trunk = model.halves.trunk
+    implementation = trunk.config._attn_implementation
+    trunk.set_attn_implementation("eager")
     try:
-        out = model.trunk(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        return model.halves.hidden(ids[None], positions[None])[0].double()
     finally:
-        model.trunk.set_attn_implementation(implementation)
-    hidden: torch.Tensor = out.last_hidden_state[0]
-    return hidden.double()
+        trunk.set_attn_implementation(implementation)
 
 
 def _ours(model: "TransformersModel", ids: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ and not from config keys, and what our attention cannot do is refused before any
 import copy
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,6 +55,44 @@ class Trace:
     max_position: int
 
 
+class Halves:
+    """A causal language model of transformers in two: the trunk, and what the class does behind it with the logits,
+    scales and caps included. The trunk's place is taken by rows that were computed before."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.trunk, self._rows = model, model.base_model, _Rows()
+        del model._modules[model.base_model_prefix]
+        object.__setattr__(model, model.base_model_prefix, self._rows)
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, **more: Any) -> torch.Tensor:
+        """[1, T] each -> [1, T, hidden], behind the final norm."""
+        out = self.trunk(input_ids=ids, position_ids=positions, use_cache=False, **more)
+        self._rows.kind = type(out)
+        hidden: torch.Tensor = out.last_hidden_state
+        return hidden
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """[1, N, hidden] -> [1, N, V]. Only after ``hidden``."""
+        self._rows.rows = rows
+        logits: torch.Tensor = self.model(input_ids=rows.new_zeros(rows.shape[:2], dtype=torch.int64)).logits
+        return logits
+
+
+class _Rows:
+    """Answers as the trunk would."""
+
+    kind: type[Any]
+    rows: torch.Tensor
+
+    @property
+    def decoder(self) -> "_Rows":
+        """Some classes go past their trunk to the decoder in it."""
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self.kind(last_hidden_state=self.rows)
+
+
 class _Asked(NamedTuple):
     """Stands for a mask: its definition, and the size of its window where it has one."""
 
@@ -79,11 +117,11 @@ def _trace(config: str) -> Trace:
             for name, module in model.named_modules():
                 module.hotswap_name = name
             ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+            halves = Halves(model)
             with torch.inference_mode():
-                out = model.base_model(
-                    input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-                layers = tuple(calls)
-                logits = model(input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+                # A mask of its own keeps transformers from looking for texts that are packed into one row.
+                hidden = halves.hidden(ids, ids, attention_mask=torch.ones_like(ids))
+                logits = halves.logits(hidden)
         except ConfigError:
             raise
         except Exception as error:  # whatever the class does that cannot be done here
@@ -92,8 +130,10 @@ def _trace(config: str) -> Trace:
             raise _refusal(
                 model_class, "its code does not run on flat batches with positions, or asks for values where there are "
                 f"shapes alone ({type(error).__name__}: {error})") from error
-    _check_layers(model_class, hf_config, layers)
-    return Trace(layers, out.last_hidden_state.shape[-1], logits.logits.shape[-1], _max_position(hf_config))
+    _check_layers(model_class, hf_config, calls)
+    context = _max_position(hf_config)
+    layers = (call._replace(window=None) if call.window and call.window >= context else call for call in calls)
+    return Trace(tuple(layers), hidden.shape[-1], logits.shape[-1], context)
 
 
 def resolve(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -195,7 +235,7 @@ def _window(module: Any, mask: Any, stated: int | None) -> int | None:
     return window
 
 
-def _check_layers(model_class: Any, hf_config: Any, layers: tuple[TracedLayer, ...]) -> None:
+def _check_layers(model_class: Any, hf_config: Any, layers: Sequence[TracedLayer]) -> None:
     if len(layers) != hf_config.num_hidden_layers:
         raise _refusal(
             model_class, f"{hf_config.num_hidden_layers} layers call transformers' attention interface "

@@ -87,6 +87,12 @@ def test_what_layers_do_becomes_cache_groups(make, load):
     assert (shape.scale, shape.window, shape.softcap) == (24**-0.5, 8, 2.0)
 
 
+def test_a_window_that_never_hides_anything_is_none():
+    specs = TransformersModel()
+    specs.build(config_of("Starcoder2", sliding_window=128), LOCAL_MESH, torch.float32, "cpu")
+    assert [(spec.group, spec.window) for spec in specs.cache_specs()] == [("full", None)]
+
+
 def test_longrope_is_served_as_far_as_no_text_changes_another(make, load, reference, ids):
     theirs, directory = make("Phi3", original_max_position_embeddings=50, rope_parameters={
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 3.0] * 4, "long_factor": [2.0, 9.0] * 4,
