@@ -1,5 +1,6 @@
 """Whole engines with graphs, replayed by the stand-in for a device: the tokens are those without."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,41 @@ def test_replayed_drafts_of_the_target_itself_are_always_right(
     assert engine.seen["preempted"]
     assert engine.seen["accepted"] > 200
     assert engine.seen["rejected"] <= 0.01 * engine.seen["accepted"]
+
+
+@pytest.fixture(scope="module")
+def windowed(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As ``tiny``, with a second layer that sees the last eight tokens: two cache groups."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(7)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=160, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=1, use_sliding_window=True, sliding_window=8, max_window_layers=1)).eval()
+    path = tmp_path_factory.mktemp("tiny-qwen2")
+    model.save_pretrained(path)
+    return replace(tiny, path=path, reference=replace(tiny.reference, model=model, _known={}))
+
+
+@pytest.mark.parametrize("speculator", ["none", NGRAM], ids=["none", "ngram"])
+def test_replays_over_pages_that_a_window_gives_back(
+    run: Any, book: Any, windowed: Any, speculator: Any, devices: list[RecordingGraphs],
+) -> None:
+    """Rows with fewer drafts than their graph are filled up with tokens before them, as long as what those see is
+    there."""
+    settings = windowed.config("chunked", "prefix", speculator, 2, attention={"use": "torch", "graphs": True})
+    settings["execution"] |= {"graphs": "full"}
+    engine = run(settings)
+    for _ in range(2):
+        for prompt, output in zip(windowed.prompts(), engine.generate(windowed.prompts(), MAX_TOKENS), strict=True):
+            book.compare(windowed.reference, prompt, output)
+    engine.assert_clean()
+    assert set(engine.built.cache_plan.groups) == {"full", "window"}
+    events = engine.built.engine.loads().extra["events"]
+    assert events["graph_replays"] == devices[0].replays > 30
+    assert bool(events.get("eager_lost_pages")) is (speculator != "none")
+    assert engine.seen["preempted"] and engine.seen["cached tokens"]
 
 
 def test_replays_beside_swaps_hits_chunks_and_drafts(
