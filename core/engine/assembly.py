@@ -73,7 +73,7 @@ class Assembly:
         self.notes: list[str] = []
         self._plans: dict[str, _Plan] = {}
         self._built: dict[str, BuiltEngine] = {}
-        self._shared: WorkerBuilder | None = None
+        self._shared: dict[str, WorkerBuilder] = {}  # by device
         self._lock = threading.Lock()
         self._start = self._prepare(resolved.config, "", parts)
 
@@ -106,7 +106,10 @@ class Assembly:
         """Load and start one engine."""
         plan = self._plans[name]
         config, parts = plan.config, plan.parts
-        replica = Replica(name, list(self._plans).index(name), len(self._plans))
+        names = list(self._plans)
+        index = names.index(name)
+        before = sum(self._plans[other].ranks.world_size for other in names[:index])
+        replica = Replica(name, index, len(names), before)
         ranks = replace(plan.ranks, replica=replica)
         factory = self._worker_factory(plan, replica)
         live = LiveComponents()
@@ -143,12 +146,15 @@ class Assembly:
     def _worker_factory(self, plan: _Plan, replica: Replica) -> "WorkerBuilder":
         """Where engines of one rank run in this process, and several threads may run one model at once, they share it:
         its weights are loaded once."""
+        from hotswap.core.execution.device import place
         from hotswap.core.execution.graphs import choose_keys
         from hotswap.core.execution.worker import WorkerBuilder, WorkerSettings
 
         config, parts = plan.config, plan.parts
         notes = self.notes if replica.index == 0 else []
         settings = WorkerSettings.choose(config, self._checkpoint, self._max_model_len, notes)
+        device, sharers = place(settings.device, replica, plan.ranks.world_size)
+        settings = replace(settings, device=device, memory_fraction=settings.memory_fraction / sharers)
         if note := parts.attention.support().note:
             notes.append(f"attention: {note}")
         model = build_model(config, self._registry, self._checkpoint)
@@ -158,13 +164,12 @@ class Assembly:
         builder = WorkerBuilder(
             self._checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"),
             replace(
-                settings, memory_fraction=settings.memory_fraction / replica.count, graphs=keys,
-                needs_graphs=config.execution.graphs == "full"),
+                settings, graphs=keys, needs_graphs=config.execution.graphs == "full"),
             transfer=_transfer(parts))
         if not (self._facts.concurrent and plan.ranks.world_size == 1):
             return builder
         with self._lock:
-            shared = self._shared = self._shared or builder
+            shared = self._shared.setdefault(settings.device, builder)
         return replace(builder, model=shared.model, loading=shared.loading)
 
     def _loop(

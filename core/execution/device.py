@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.parallel import Replica
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -29,6 +30,21 @@ def choose_device(wanted: str, notes: list[str]) -> str:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{wanted!r} cannot be used: {reason}; choose cpu, or auto", "device") from error
     return wanted
+
+
+def place(device: str, replica: Replica, ranks: int, cuda_devices: int | None = None) -> tuple[str, int]:
+    """Where an engine of ``ranks`` ranks runs, and by how many engines its memory is shared.
+
+    ``device`` is what the config names. A deployment's engines of one rank are dealt out over the CUDA devices, unless
+    one is named; of several ranks each has a device of its own, which it finds itself. ``cuda_devices``: None to count
+    them.
+    """
+    if device != "cuda" or replica.count == 1:
+        return device, replica.count
+    if ranks > 1:
+        return device, 1
+    count = torch.cuda.device_count() if cuda_devices is None else cuda_devices
+    return f"cuda:{replica.first_rank % count}", -(-replica.count // count)
 
 
 def choose_dtype(wanted: str, checkpoint_config: dict[str, Any], device: str, notes: list[str]) -> str:

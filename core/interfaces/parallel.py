@@ -43,6 +43,8 @@ class Replica:
     """Unique among them, such as "1" or "0.decode1"; empty for an engine without a deployment."""
     index: int = 0
     count: int = 1
+    first_rank: int = 0
+    """How many ranks the engines before it have together."""
 
 
 @dataclass(frozen=True)

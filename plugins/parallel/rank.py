@@ -135,11 +135,13 @@ def _device(job: Job) -> str:
         raise ConfigError(
             f"{job.device!r} is one device, but there are {job.plan.world_size} ranks; write 'cuda', and choose "
             "devices with CUDA_VISIBLE_DEVICES", "device")
-    if job.local_rank >= torch.cuda.device_count():
+    # On one machine the engines of a deployment lie side by side; on a cluster the launcher says what a rank may use.
+    place = job.local_rank + (job.plan.replica.first_rank if job.scratch is not None else 0)
+    if place >= torch.cuda.device_count():
         raise ConfigError(
-            f"{job.local_size} ranks need as many CUDA devices on their machine, which has "
+            f"{place + 1} ranks need as many CUDA devices on their machine, which has "
             f"{torch.cuda.device_count()}; shard over fewer ranks", "parallel")
-    return job.device if index else f"cuda:{job.local_rank}"
+    return job.device if index else f"cuda:{place}"
 
 
 def _work(worker: Worker, channel: Channel, frames: "SimpleQueue[Frame]", answers: bool) -> None:

@@ -45,11 +45,16 @@ def test_a_burst_of_16_is_8_and_8_before_any_engine_has_reported_any_of_it(deplo
     assert [seen["length"] for seen in running.seen] == [8, 8]
 
 
-def test_requests_follow_their_prefix_and_no_other_router_finds_as_much(deploy: Any, tiny: Any) -> None:
+@pytest.mark.parametrize("manager", ["prefix", "radix"])
+def test_requests_follow_their_prefix_and_no_other_router_finds_as_much(
+    deploy: Any, tiny: Any, manager: str,
+) -> None:
     """Four families of prompts, one member of each at a time: whoever remembers computes a beginning once."""
     hits = {}
     for router in ({"use": "prefix_aware", "max_imbalance": 8}, "round_robin"):
-        running = deploy(data(tiny, 3, router, num_blocks=200))
+        config = data(tiny, 3, router, num_blocks=200)
+        config["kvcache"]["use"] = manager
+        running = deploy(config)
         for member in range(6):
             for family in range(4):
                 running.generate([[10 + family] * 32 + [member + 2] * 3], 2)
