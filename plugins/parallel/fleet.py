@@ -34,8 +34,9 @@ class _Route:
 
 
 class Fleet:
-    """Implements ``EngineClient``. A request goes to one engine and stays there. An engine that has ended, or whose
-    health is red while another's is not, gets no new ones; the requests that it had end with its error.
+    """Implements ``EngineClient``. A request goes to one engine and stays there; a fork goes where its parent is, whose
+    pages it shares. An engine that has ended, or whose health is red while another's is not, gets no new ones; the
+    requests that it had end with its error.
     """
 
     def __init__(self, members: Sequence[tuple[EngineFactory, EngineClient]], router: Router) -> None:
@@ -167,9 +168,14 @@ class Fleet:
         well = [number for number in left if self._clients[number].health() is None] or left
         reports = {number: self._clients[number].loads() for number in well}
         with self._lock:  # so that a burst from several threads is counted
-            engine = self._pick(request, [
-                Candidate(number, self._factories[number].role, replace(report, dispatched=self._dispatched[number]))
-                for number, report in reports.items()])
+            parent = self._routes.get(request.fork_of or "") if request.continued is None else None
+            if parent is not None and parent.engine in reports:
+                engine = parent.engine
+            else:
+                engine = self._pick(request, [
+                    Candidate(number, self._factories[number].role, replace(
+                        report, dispatched=self._dispatched[number]))
+                    for number, report in reports.items()])
             self._dispatched[engine] += 1
             route.engine = engine
         return engine

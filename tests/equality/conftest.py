@@ -267,7 +267,7 @@ class Deployed:
         return f"{self.count}-{index}"
 
     def request(self, index: int, prompt: Sequence[int], **sampling: Any) -> Request:
-        own = {key: sampling.pop(key) for key in ("detokenizer",) if key in sampling}
+        own = {key: sampling.pop(key) for key in ("detokenizer", "fork_of") if key in sampling}
         sampling = {"temperature": 0, "ignore_eos": True, **sampling}
         return Request(self.name(index), list(prompt), SamplingParams(**sampling), seed=sampling.get("seed", 0), **own)
 
@@ -276,18 +276,27 @@ class Deployed:
         **sampling: Any,
     ) -> list[tuple[Answer, threading.Event]]:
         """Add all; each answer is whole when its event is set. ``abort``: which are given up, after how many tokens."""
-        boxes = [(Answer(), threading.Event()) for _ in prompts]
-        for index, (prompt, (answer, ended)) in enumerate(zip(prompts, boxes, strict=True)):
-            def sink(output: RequestOutput, index: int = index, answer: Answer = answer, ended: Any = ended) -> None:
-                answer.add(output)
-                if len(answer.token_ids) >= (abort or {}).get(index, 1 << 30):
-                    self.built.engine.abort(output.request_id)
-                if output.finish_reason:
-                    assert not ended.is_set(), "a second last output"
-                    ended.set()
+        abort = abort or {}
+        return [
+            self.submit_one(index, prompt, max_tokens, abort.get(index), **sampling)
+            for index, prompt in enumerate(prompts)]
 
-            self.built.engine.add(self.request(index, prompt, max_tokens=max_tokens, **sampling), sink)
-        return boxes
+    def submit_one(
+        self, index: int, prompt: Sequence[int], max_tokens: int, most: int | None = None, **sampling: Any,
+    ) -> tuple[Answer, threading.Event]:
+        """``most``: after so many tokens it is given up."""
+        answer, ended = Answer(), threading.Event()
+
+        def sink(output: RequestOutput) -> None:
+            answer.add(output)
+            if most is not None and len(answer.token_ids) >= most:
+                self.built.engine.abort(output.request_id)
+            if output.finish_reason:
+                assert not ended.is_set(), "a second last output"
+                ended.set()
+
+        self.built.engine.add(self.request(index, prompt, max_tokens=max_tokens, **sampling), sink)
+        return answer, ended
 
     def wait(self, boxes: list[tuple[Answer, threading.Event]]) -> list[Answer]:
         for _, ended in boxes:

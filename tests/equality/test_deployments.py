@@ -66,6 +66,19 @@ def test_requests_follow_their_prefix_and_no_other_router_finds_as_much(
     assert turns < aware
 
 
+def test_forks_go_where_their_parent_is_and_share_its_pages(deploy: Any, book: Any, tiny: Any) -> None:
+    running = deploy(data(tiny, router="round_robin", num_blocks=100))
+    prompt = [5, 6, 7] * 7
+    with running.halted():
+        boxes = [running.submit_one(0, prompt, 8)]
+        boxes += [running.submit_one(index, prompt, 8, fork_of=running.name(0)) for index in (1, 2, 3)]
+    for answer in running.wait(boxes):
+        book.compare(tiny.reference, prompt, answer.token_ids)
+    running.assert_clean()
+    assert sorted(seen["length"] for seen in running.seen) == [0, 4]
+    assert sum(seen["computed"] for seen in running.seen) == len(prompt) + 3 + 4 * 7
+
+
 def test_deployments_nest(deploy: Any, book: Any, tiny: Any) -> None:
     running = deploy(data(tiny, parallel=[
         {"use": "data", "replicas": 2, "router": "prefix_aware"}, {"use": "data", "replicas": 2}]))
