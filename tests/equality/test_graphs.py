@@ -130,10 +130,10 @@ def test_replays_over_pages_that_a_window_gives_back(
     assert engine.seen["preempted"] and engine.seen["cached tokens"]
 
 
-def test_replays_beside_swaps_hits_chunks_and_drafts(
+def test_replays_beside_swaps_forks_hits_chunks_and_drafts(
     run: Any, book: Any, tiny: Any, devices: list[RecordingGraphs],
 ) -> None:
-    """All at once, on pages that come and go between the replays."""
+    """All at once, on pages that come and go and are copied between the replays."""
     settings = tiny.config(
         {"use": "chunked", "max_chunk": 7}, "prefix", NGRAM, 2, num_blocks=38,
         attention={"use": "torch", "graphs": True},
@@ -144,6 +144,12 @@ def test_replays_beside_swaps_hits_chunks_and_drafts(
         prompts = tiny.prompts(seed)
         for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS, abort), strict=True):
             book.compare(tiny.reference, prompt, output)
+    prompt = tiny.prompts()[2]  # of 17 tokens: its last page is shared in part
+    parent = {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    answers = engine.answer(parent, *({**parent, "fork_of": engine.name(0)} for _ in range(3)))
+    assert [answer.cached_tokens for answer in answers[1:]] == [len(prompt) - 1] * 3, "forked, not matched"
+    for answer in answers:
+        book.compare(tiny.reference, prompt, answer.token_ids)
     engine.assert_clean()
     events, seen = engine.built.engine.loads().extra["events"], engine.seen
     assert events["graph_captures"] == 4
