@@ -115,7 +115,7 @@ class Traffic:
     rng: random.Random
     seen: Counter[str]
     longest: int
-    aborts: int = 4
+    aborts: int = 8
     requests: list[Request] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
 
@@ -140,12 +140,16 @@ class Traffic:
         raise AssertionError(f"no progress: {self.rig.loop.pool.snapshot()}")
 
     def _arrive(self, shared: list[int]) -> None:
-        prompt = random_prompt(self.rng, 40, shared)
+        prompt, parent = random_prompt(self.rng, 40, shared), None
+        key = CacheKey(salt=self.rng.choice(["", "", "other"]))
+        if self.requests and self.rng.random() < 0.25:
+            model = self.requests[-1]
+            prompt, parent, key = list(model.prompt_token_ids), model.fork_of or model.id, model.cache_key
         self.requests.append(self.rig.add(
             f"r{len(self.requests)}", prompt, self.rng.randrange(1, self.longest - len(prompt)),
             seed=self.rng.randrange(3), priority=self.rng.randrange(3),
             sampling={"prompt_logprobs": 0} if self.rng.random() < 0.1 else {},
-            cache_key=CacheKey(salt=self.rng.choice(["", "", "other"])),
+            cache_key=key, fork_of=parent,
             eos_token_ids=frozenset(self.rng.choice([(), (5,), (1, 2)]))))
 
     def _abort(self, state: RequestState) -> None:
@@ -169,6 +173,8 @@ class Traffic:
                 assert client.tokens(request.id) == expected(request)
             assert len(client.endings(request.id)) == 1
         assert_clean(self.rig)
+        for message in self.rig.executor.messages:
+            self.seen.update(f"suspended by {mode.value}" for _, mode in message.suspensions)
         self.seen["two steps in flight"] += self.rig.loop.max_depth_seen >= 2
         self.seen["accepted drafts"] += self.rig.worker.accepted
         for name, count in self.rig.loop.transfers.counters().items():
@@ -192,6 +198,7 @@ def traffic(
         Restless(inner, rng, modes, seen), kv, windows=windows, page_size=page_size, max_model_len=longest,
         num_pages=1 + -(-int(longest * rng.uniform(1.0, 2.5)) // page_size), max_batch_tokens=rng.choice([9, 16, 40]),
         max_running=rng.choice([3, 6]), depth=depth, chained=chained, lookahead=rng.choice([0, 0, 3]), seed=seed,
+        reuse_tail=rng.choice([0, 0, 1, 5]),
         transfer=transfer, wrap_transfer=lambda worker: wrap(worker, rng))
     return Traffic(rig, rng, seen, longest)
 
@@ -259,7 +266,7 @@ class KVTransferSuite:
     def _met(self, seen: Counter[str]) -> None:
         wanted = ["plans undone", "two steps in flight", "accepted drafts", "abort running", "abort waiting"]
         if SWAP in self.make().describe().offers:
-            wanted.append("abort swapped")
+            wanted += ["suspended by swap", "suspended by recompute"]
         assert all(seen[what] for what in wanted), seen
 
     # ------------------------------------------------------------------ reuse
@@ -322,6 +329,47 @@ class KVTransferSuite:
         for request in requests:
             assert rig.client.tokens(request.id) == expected(request)
             assert rig.client.last(request.id).cached_tokens == 16
+        assert_clean(rig)
+
+    # ------------------------------------------------------------------ on its way
+
+    def filling(self, **settings: Any) -> tuple[Rig, LateWorker, Request]:
+        """A rig in which request "b" has started and waits for the pages of its prompt, which do not come."""
+        rig, prompt = self.rig(late=True, **settings), [*range(13), *range(7)]
+        mover = rig.worker.transfer
+        assert isinstance(mover, LateWorker), "late_worker() returns a LateWorker"
+        rig.add("a", prompt, 2)
+        rig.run()
+        rig.loop.parts.kv.reset()
+        mover.patience = 1.0
+        request = rig.add("b", prompt, 4)
+        while not rig.loop.transfers.filling:
+            rig.loop.turn()
+        return rig, mover, request
+
+    def test_a_request_whose_pages_are_on_their_way_shares_nothing(self) -> None:
+        """It is suspended, and another with its prompt comes: nothing of it may be found in the cache."""
+        rig, mover, request = self.filling()
+        self.suspend(rig, "b", after=0)
+        for _ in range(20):
+            rig.loop.turn()
+        mover.patience = 0.0
+        other = rig.add("c", request.prompt_token_ids, 4)
+        rig.run()
+        assert rig.client.tokens("b") == rig.client.tokens("c") == expected(other)
+        assert_clean(rig)
+
+    def test_pages_that_are_still_being_filled_go_to_nobody(self) -> None:
+        """The request is aborted, and another needs the room."""
+        rig, mover, _ = self.filling(num_pages=11, max_model_len=40)
+        rig.loop.abort("b")
+        other = rig.add("c", list(range(9, 0, -1)) * 2, 20)
+        for _ in range(60):
+            rig.loop.turn()
+        assert not rig.client.endings("c"), "there was no room for it"
+        mover.patience = 0.0
+        rig.run()
+        assert rig.client.tokens("c") == expected(other)
         assert_clean(rig)
 
     # ------------------------------------------------------------------ swap

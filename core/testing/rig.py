@@ -72,7 +72,7 @@ class Rig:
 def make_rig(
     scheduler: Scheduler | str = "chunked", kv: KVCacheManager | str = "prefix", *, windows: Any = None,
     num_pages: int = 64, page_size: int = 4, max_model_len: int = 128, max_batch_tokens: int = 64, max_running: int = 8,
-    depth: int = 1, chained: bool = True, lookahead: int = 0, skill: float = 0.6, seed: int = 0,
+    depth: int = 1, chained: bool = True, lookahead: int = 0, reuse_tail: int = 0, skill: float = 0.6, seed: int = 0,
     observers: ObserverHub | None = None, wrap_worker: Callable[[FakeWorker], FakeWorker] = lambda worker: worker,
     transfer: KVTransfer | None = None,
     wrap_transfer: Callable[[TransferWorker], TransferWorker] = lambda worker: worker,
@@ -91,7 +91,7 @@ def make_rig(
         transfer = Watched(transfer, executor)
         plan = replace(plan, transfer=transfer.configure(TransferLayout(info.cache_specs, plan, 1, clock.now)))
     executor.allocate(plan)
-    limits = Limits(max_batch_tokens, max_running, max_model_len, lookahead)
+    limits = Limits(max_batch_tokens, max_running, max_model_len, lookahead, reuse_tail)
     loop = EngineLoop(Parts(scheduler, kv, executor, observers or ObserverHub()), limits, clock, depth, chained,
         Transfers(transfer))
     return Rig(loop, worker, executor, clock, Client())

@@ -22,7 +22,7 @@ class TestHostTier(KVTransferSuite):
 class TestHostTierOfAFewPages(TestHostTier):
     """Most of what is saved is evicted before it is asked for, and some suspensions find no room."""
 
-    trials = 12
+    trials = 14
 
     def make(self, **options: Any) -> KVTransfer:
         return super().make(**{"memory": 1024, **options})
