@@ -83,6 +83,31 @@ def test_the_target_as_its_own_draft_is_always_right(run: Any, tiny: Any, depth:
     assert seen["rejected"] <= 0.01 * seen["accepted"], "beside near ties, every draft should be right"
 
 
+@pytest.mark.parametrize("kv", ["paged", "radix"])
+def test_a_draft_model_with_a_sliding_window_gives_its_pages_back(
+    run: Any, book: Any, tiny: Any, tmp_path: Path, kv: str,
+) -> None:
+    """The target's weights behind a window of 12 tokens: a cache group of another kind than any of the target's."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    theirs = tiny.reference.model
+    sizes = {key: getattr(theirs.config, key) for key in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+        "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")}
+    draft = MistralForCausalLM(MistralConfig(**sizes, sliding_window=12, tie_word_embeddings=False))
+    draft.load_state_dict(theirs.state_dict())
+    draft.save_pretrained(tmp_path)
+    engine = run(tiny.config(
+        {"use": "chunked", "max_chunk": 7}, kv, {"use": "draft", "model": str(tmp_path), "max_draft": 3}, 2))
+    assert set(engine.built.cache_plan.groups) == {"full", "draft.window"}
+    for _ in range(2):
+        for prompt, output in zip(tiny.prompts(), engine.generate(tiny.prompts(), MAX_TOKENS), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    assert engine.seen["preempted"]
+    assert 0.05 < acceptance(engine.seen) < 0.95, dict(engine.seen)
+    engine.assert_clean()
+
+
 @pytest.mark.parametrize("kv", ["prefix", "radix"])
 def test_a_host_tier_carries_the_draft_models_pages_too(run: Any, book: Any, tiny: Any, kv: str) -> None:
     """Hits and swaps through host memory: the target as its own draft stays right behind them."""

@@ -200,6 +200,25 @@ def test_each_rank_of_tensor_parallelism_has_a_head(run: Any, book: Any, tiny: A
     engine.assert_clean()
 
 
+def test_a_host_tier_and_forks_change_no_token(run: Any, book: Any, tiny: Any, head: Any) -> None:
+    """What comes back from host memory, or from a parent, has the head's pages, too."""
+    speculator = {"use": "eagle", "model": str(head[1]), "max_draft": 3}
+    engine = run(tiny.config(
+        {"use": "chunked", "max_chunk": 7}, "radix", speculator, 2, num_blocks=38,
+        kv_transfer={"use": "host", "memory": "2MiB", "swap_overhead": 30}))
+    for seed in (1, 2, 1):  # what one round leaves, the next one drives out
+        for prompt, output in zip(tiny.prompts(seed), engine.generate(tiny.prompts(seed), MAX_TOKENS), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    moved = engine.built.engine.call(engine.built.engine.loop.transfers.counters)
+    assert moved["hits"] and moved["swaps_in"], moved
+    prompt = tiny.prompts()[3]
+    parent = {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    before = engine.seen["accepted"]
+    for answer in engine.answer(parent, *[{**parent, "fork_of": engine.name(0)}] * 2):
+        book.compare(tiny.reference, prompt, answer.token_ids)
+    assert engine.seen["accepted"] - before > 12
+
+
 def test_a_cached_prefix_costs_no_acceptance(run: Any, tiny: Any, head: Any) -> None:
     speculator = {"use": "eagle", "model": str(head[1]), "max_draft": 3}
     engine = run(tiny.config("chunked", "prefix", speculator, 1, num_blocks=400))
