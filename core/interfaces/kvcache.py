@@ -145,6 +145,9 @@ class TableState:
 
 @dataclass(frozen=True)
 class CachedPage:
+    """``parent`` is the key of the page before it. ``page`` is the dummy page where the group has lost this one, to a
+    window, and only what stands behind it is cached."""
+
     group: str
     parent: bytes
     tokens: tuple[int, ...]

@@ -116,7 +116,7 @@ class PagedKVCache(TableKVCache):
                 raise KVInvariantError(f"request {request_id!r} has pages in groups {sorted(table.pages)}, "
                                        f"this manager has groups {sorted(groups)}")
         named = [(group, page) for table in state.tables.values() for group in table.pages
-                 for page in table.pages[group]] + [(entry.group, entry.page) for entry in state.cached]
+                 for page in table.pages[group]] + [(entry.group, entry.page) for entry in state.cached if entry.page]
         for group, page in named:
             if group not in groups or not 1 <= page < groups[group].num_pages:
                 raise KVInvariantError(f"page {page} of group {group!r} is none of this manager's")

@@ -181,6 +181,8 @@ class PrefixKVCache(ReusingKVCache[IndexedPool]):
             tokens = pack(entry.tokens)
             node = Node(parent, self.digest(entry.parent, tokens), tokens)
             known.setdefault(node.digest, node)
+            if not entry.page:
+                continue
             pool = pools[entry.group]
             if pool.holders[entry.page]:
                 pool.publish(entry.page, node)

@@ -139,13 +139,13 @@ class RadixKVCache(ReusingKVCache[TriePool]):
         return table
 
     def handover(self) -> KVState:
-        cached = [
-            CachedPage(pool.group, self._trie.parent_digest(Place(edge, index)),
-                       unpack(edge.tokens[(index - edge.start) * self._trie.width:][:self._trie.width]), page)
-            for pool in self._indexes for edge in self._trie.edges()
-            for index, page in enumerate(edge.pages[pool.number], edge.start) if page != NO_PAGE
-        ]
-        return KVState(super().handover().tables, cached)
+        return KVState(super().handover().tables, [
+            CachedPage(pool.group, self._trie.parent_digest(Place(edge, index)), unpack(tokens), page)
+            for edge in self._trie.edges() for index, tokens, pages in self._trie.places(edge)
+            for pool, page in zip(self._indexes, pages, strict=True)
+            # Of a place that no group has a page for, the first one tells what stands there.
+            if page != NO_PAGE or pool.number == 0 and not any(pages)
+        ])
 
     def adopt(self, state: KVState) -> None:
         super().adopt(state)
@@ -154,7 +154,9 @@ class RadixKVCache(ReusingKVCache[TriePool]):
         for entry in state.cached:
             digest = page_digest(entry.parent, pack(entry.tokens))
             entries[digest] = entry
-            pages.setdefault(digest, {})[entry.group] = entry.page
+            pages.setdefault(digest, {})
+            if entry.page != NO_PAGE:
+                pages[digest][entry.group] = entry.page
         roots = {key_digest(table.key) for table in self._tables.values()}
         for digest in entries.keys() - {entry.parent for entry in entries.values()}:
             path = []

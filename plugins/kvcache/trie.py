@@ -146,6 +146,11 @@ class Trie:
             yield edge
             ahead += edge.children.values()
 
+    def places(self, edge: Edge) -> Iterator[tuple[int, bytes, tuple[int, ...]]]:
+        """(logical page, its tokens, its ids per group) of every page of an edge."""
+        for index, pages in enumerate(zip(*edge.pages, strict=True)):
+            yield edge.start + index, edge.tokens[index * self.width:(index + 1) * self.width], pages
+
     # ------------------------------------------------------------------ grow
 
     def insert(

@@ -219,6 +219,28 @@ def test_a_host_tier_and_forks_change_no_token(run: Any, book: Any, tiny: Any, h
     assert engine.seen["accepted"] - before > 12
 
 
+def test_choices_that_share_a_prompt_change_no_token_and_cost_no_acceptance(
+    run: Any, book: Any, tiny: Any, head: Any,
+) -> None:
+    """The head's own cache is shared, too; the states that it reads at the end of the prompt are computed again."""
+    speculator = {"use": "eagle", "model": str(head[1]), "max_draft": 3}
+    accepted = []
+    for fork in (False, True):
+        engine = run(tiny.config("chunked", "paged", speculator, 2, num_blocks=400))
+        for prompt in tiny.prompts()[2:5]:
+            answers = engine.answer(*(
+                {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True,
+                 "fork_of": engine.name(0) if i and fork else None} for i in range(4)))
+            for answer in answers:
+                book.compare(tiny.reference, prompt, answer.token_ids)
+            shared = len(prompt) - 1 - engine.built.engine.loop.limits.reuse_tail
+            assert [answer.cached_tokens for answer in answers] == [0, *[shared * fork] * 3]
+        engine.assert_clean()
+        accepted.append(engine.seen["accepted"])
+    assert accepted[0] > 30
+    assert abs(accepted[1] - accepted[0]) <= 0.05 * accepted[0]
+
+
 def test_a_cached_prefix_costs_no_acceptance(run: Any, tiny: Any, head: Any) -> None:
     speculator = {"use": "eagle", "model": str(head[1]), "max_draft": 3}
     engine = run(tiny.config("chunked", "prefix", speculator, 1, num_blocks=400))

@@ -85,3 +85,32 @@ def test_children_of_an_aborted_parent_give_their_own_answers(run: Any, book: An
     for answer in answers:
         book.compare(tiny.reference, prompt, answer.token_ids)
     engine.assert_clean()
+
+
+@pytest.mark.parametrize("kv", ["paged", "radix"])
+def test_the_cache_of_a_draft_model_is_shared_too(run: Any, book: Any, tiny: Any, kv: str) -> None:
+    """The target as its own draft model: were its pages not shared like the target's, it would guess wrongly."""
+    speculator = {"use": "draft", "model": str(tiny.path), "max_draft": 4}
+    engine = run(tiny.config("chunked", kv, speculator, 2, num_blocks=1 + 120))
+    counted = counting(engine)
+    for prompt in tiny.prompts()[2:7]:
+        for answer in engine.answer(*choices(engine, prompt, 4)):
+            book.compare(tiny.reference, prompt, answer.token_ids)
+    engine.assert_clean()
+    assert counted.copies >= 2 * 3 * 4, "a page of each group, the draft model's too"
+    assert engine.seen["rejected"] <= 0.01 * engine.seen["accepted"]
+
+
+def test_choices_are_saved_to_host_memory_and_come_back(run: Any, book: Any, tiny: Any) -> None:
+    """Requests whose pages are shared are suspended by swap; what comes back is each one's own."""
+    engine = run(tiny.config(
+        "chunked", "prefix", NGRAM, 2, num_blocks=1 + 33,
+        kv_transfer={"use": "host", "memory": "1MiB", "swap_overhead": 0, "overlap": True}))
+    counted = counting(engine)
+    for seed in range(3):
+        for prompt in tiny.prompts(seed)[3:7]:
+            for answer in engine.answer(*choices(engine, prompt, 5)):
+                assert answer.error is None
+                book.compare(tiny.reference, prompt, answer.token_ids)
+    moved = engine.built.engine.loop.transfers.counters()
+    assert counted.copies and moved["swaps_out"] and moved["swaps_in"] and not moved["failed"], moved
