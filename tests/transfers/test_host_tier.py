@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hotswap.core.config import load_config
-from hotswap.core.config.check import check_config
+from hotswap.core.config.check import check_config, unmet
 from hotswap.core.engine.context import Limits
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import Description
 from hotswap.core.interfaces.kv_transfer import AxisShard, CachePages, GroupPages, LayerPages, TransferLayout
 from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan, CacheSpec, GroupPlan
 from hotswap.core.interfaces.messages import EndedTransfer
@@ -25,6 +26,7 @@ from hotswap.core.testing.replay import Replay, read_log
 from hotswap.core.testing.rig import assert_clean, build, expected, make_rig
 from hotswap.plugins.kv_transfer.copies import HostTierWorker, InOrder, OnAThread
 from hotswap.plugins.kv_transfer.host import HostTier, HostTierOptions
+from hotswap.plugins.kvcache.paged import PagedKVCache
 
 SPECS = (CacheSpec("full", (0,), 1, 1, 8),)
 
@@ -59,6 +61,18 @@ def test_wrong_options_are_refused_before_anything_is_loaded(options: dict[str, 
     config = load_config({"model": "m", "kv_transfer": {"use": "host", **options}}, environ={}).config
     with pytest.raises(ConfigError, match=problem.replace(".", r"\.")):
         check_config(config, Registry())
+
+
+def test_a_manager_that_cannot_tell_its_tables_is_refused_with_the_key_to_change() -> None:
+    class Secretive(PagedKVCache):
+        def describe(self) -> Description:
+            return Description(offers=frozenset({"fork"}))
+
+    problems = unmet({"kv_transfer": tier(), "kvcache": Secretive()})
+    assert [problem.path for problem in problems] == ["kv_transfer"]
+    assert "requires 'tables' of the kvcache: it copies the pages of requests" in problems[0].message
+    assert problems[0].message.endswith("Change kvcache.")
+    assert not unmet({"kv_transfer": tier(), "kvcache": PagedKVCache()})
 
 
 # ------------------------------------------------------------------ what it finds
