@@ -1,11 +1,18 @@
 """Sharded engines, each a process a rank, against transformers: the same tokens as on one device, whatever else is
 switched on, and collectives as often and as large as the count on paper says."""
 
+import contextlib
+import os
+import queue
 import random
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
+
+from hotswap.core.request import Request, SamplingParams
 
 CHUNKED = {"use": "chunked", "max_chunk": 7}
 NGRAM = {"use": "ngram", "min_n": 1, "max_n": 2, "max_draft": 3}
@@ -257,3 +264,59 @@ def test_a_real_model_over_ranks_gives_the_tokens_of_transformers(run, book, smo
     assert [report.kv_bytes for report in found] == [40 * 4 * 2 * 64 * 4 * layers for layers in bytes_a_page]
     assert engine.seen["cut prompts"] and engine.built.engine.loop.max_depth_seen == 2
     engine.assert_clean()
+
+
+@pytest.mark.slow
+def test_replicas_of_two_ranks_answer_alike_and_outlive_the_loss_of_one(run, book, tiny, child_processes):
+    """data(2) > tensor(2): four processes in two engines. A killed rank takes its own engine with it, and no other."""
+    engine = run(tiny.config("chunked", "prefix", "none", 1, parallel=[
+        {"use": "data", "replicas": 2, "router": "round_robin"}, {"use": "tensor", "size": 2}]))
+    fleet, prompts = engine.built.engine, tiny.prompts()
+
+    def answers(prefix):
+        ended = {}
+        for index, prompt in enumerate(prompts):
+            outputs = ended[index] = queue.SimpleQueue()
+            sampling = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+            fleet.add(Request(f"{prefix}{index}", prompt, sampling), outputs.put)
+        found = []
+        for outputs in ended.values():
+            tokens, last = [], None
+            while last is None:
+                output = outputs.get(timeout=60)
+                tokens += output.token_ids
+                last = output.finish_reason
+            found.append((tokens, last, output.error))
+        return found
+
+    for prompt, (tokens, _, error) in zip(prompts, answers("a"), strict=True):
+        assert error is None
+        book.compare(tiny.reference, prompt, tokens)
+    steps = [built.engine.loop.steps for built in engine.built.engines]
+    assert min(steps) > 0, "both replicas worked"
+    assert [(entry["replica"], entry["rank"]) for entry in engine.built.ranks()] == [
+        (name, rank) for name in ("0", "1") for rank in (0, 1)]
+    os.kill(child_processes()[0], signal.SIGKILL)
+    end = time.monotonic() + 5
+    while sum(built.engine.failure is not None for built in engine.built.engines) != 1:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert fleet.health() is None
+    for prompt, (tokens, reason, error) in zip(prompts, answers("b"), strict=True):
+        assert error is None and reason == "length"
+        book.compare(tiny.reference, prompt, tokens)
+
+
+@pytest.fixture
+def child_processes():
+    """A function that gives the ids of this process's children that run a rank."""
+    def find():
+        found = []
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                command = (file.parent / "cmdline").read_bytes()
+                if int(file.read_text().rpartition(")")[2].split()[1]) == os.getpid() and b"execution.child" in command:
+                    found.append(int(file.parent.name))
+        return found
+
+    return find
