@@ -28,6 +28,7 @@ from hotswap.core.interfaces.parallel import (
     Deployment,
     EngineClient,
     EngineFactory,
+    Meeting,
     RankPlan,
     Replica,
     ShardStrategy,
@@ -74,7 +75,7 @@ class Assembly:
         self._plans: dict[str, _Plan] = {}
         self._built: dict[str, BuiltEngine] = {}
         self._shared: dict[str, WorkerBuilder] = {}  # by device
-        self._lock = threading.Lock()
+        self._lock, self._meeting = threading.Lock(), Meeting()
         self._start = self._prepare(resolved.config, "", parts)
 
     def start(self) -> EngineClient:
@@ -109,7 +110,7 @@ class Assembly:
         names = list(self._plans)
         index = names.index(name)
         before = sum(self._plans[other].ranks.world_size for other in names[:index])
-        replica = Replica(name, index, len(names), before)
+        replica = Replica(name, index, len(names), before, self._meeting)
         ranks = replace(plan.ranks, replica=replica)
         factory = self._worker_factory(plan, replica)
         live = LiveComponents()

@@ -40,13 +40,14 @@ class ChannelClosedError(ConnectionError):
 
 
 class Kind(IntEnum):
-    """What a frame holds. From the engine: ALLOCATE, EXECUTE, REPORT, STOP. From a worker: READY to TRANSFERS.
+    """What a frame holds. From the engine: ALLOCATE, EXECUTE, REPORT, STOP, JOIN. From a worker: READY to TRANSFERS.
     Between workers of two engines: FETCH, PAGES, DONE, REFUSED."""
 
     ALLOCATE = 1
     EXECUTE = 2
     REPORT = 3
     STOP = 4
+    JOIN = 5
     READY = 10
     DONE = 11
     VERDICT = 12

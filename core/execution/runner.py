@@ -75,6 +75,7 @@ class ModelRunner:
         self._accord = Accord(mesh, device, speculation.lookahead)
         self._broken: dict[str, str] = {}
         self._drafted: dict[str, int] = {}
+        self._took_part = False
         self._cache, self._table = cache, table
         self._speculation = speculation
         self._chooser, self._transfer = chooser, transfer
@@ -86,7 +87,7 @@ class ModelRunner:
     def execute(self, message: StepMessage) -> Verdict:
         """What goes wrong outside a single row is the step's error, and its requests have failed. Raises only where
         other ranks do not know that this one has failed."""
-        verdict = Verdict(message.step_id)
+        verdict, self._took_part = Verdict(message.step_id), False
         try:
             begun = self._clock()
             self._hear(message.news)
@@ -106,6 +107,8 @@ class ModelRunner:
             logger.exception("step %d failed: %s", message.step_id, verdict.error)
             # A row of theirs may be in flight already; it must not run on what this step left behind.
             self._table.fail((row.request for row in message.rows), verdict.error)
+        if self._mesh.in_step and not self._took_part:
+            self.join()
         if self._transfer is not None:
             self._end_transfers(self._transfer, message, verdict)
         return verdict
@@ -123,6 +126,11 @@ class ModelRunner:
         transfer.end()
         empty = not (message.rows or message.has_operations)
         verdict.finished_transfers = transfer.report(TRANSFER_WAIT_S if empty else 0.0)
+
+    def join(self) -> None:
+        """One token that is nobody's through the model, since other engines need what this rank holds of it."""
+        nobody = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._model.forward(nobody, nobody, lambda layer, q, k, v: q)
 
     def _hear(self, news: Sequence[tuple[str, list[int]]]) -> None:
         """The last stage has kept these tokens: what was computed of drafts before them counts now."""
@@ -206,6 +214,7 @@ class ModelRunner:
     def forward(self, inputs: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         """Token ids and positions [T] int64 -> hidden states [T, H], which the next stage gets, and behind them those
         that the speculator reads."""
+        self._took_part = True
         if not self._mesh.is_first:
             width, dtype = self._hidden
             inputs = self._mesh.receive(torch.empty(len(inputs), width, dtype=dtype, device=self._device))

@@ -235,7 +235,11 @@ class ModelWorker:
     def _keys_to_capture(self) -> tuple[GraphKey, ...]:
         """As the settings say, unless the transfer speaks against it, which is known only here."""
         keys, why = self._settings.graphs, "the KV transfer works between the layers of a step"
-        if not (keys and self._transfer is not None and self._transfer.layerwise):
+        if self._mesh.in_step:
+            why = "ranks exchange tokens in numbers that differ from step to step"
+        elif not (keys and self._transfer is not None and self._transfer.layerwise):
+            return keys
+        if not keys:
             return keys
         if self._settings.needs_graphs:
             raise ConfigError(f"'full' was asked for, but {why}; choose 'auto' or 'off'", "execution.graphs")
@@ -269,6 +273,11 @@ class ModelWorker:
         drawn = self._chooser.draw(logits, rows) if self._mesh.leads else Drawn([0] * len(rows), None)
         tokens = self._mesh.share(torch.tensor(drawn.tokens, device=self._settings.device))
         return Drawn(tokens.tolist(), drawn.probs)
+
+    def join(self) -> None:
+        assert self._runner is not None, "join before allocate"
+        with torch.inference_mode():
+            self._runner.join()
 
     def report(self) -> RankReport:
         return RankReport(

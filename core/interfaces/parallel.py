@@ -8,7 +8,8 @@ runs one engine loop's workers, a deployment runs several engines behind a route
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.kvcache import CacheEvent, CachePlan, CacheSpec
@@ -18,6 +19,8 @@ from hotswap.core.request import OutputSink, Request
 
 if TYPE_CHECKING:
     from hotswap.core.modeling.mesh import Mesh
+
+Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,33 @@ class Replica:
     count: int = 1
     first_rank: int = 0
     """How many ranks the engines before it have together."""
+    meeting: Any = field(default=None, compare=False, repr=False)
+    """A :class:`Meeting`; None for an engine by itself. It stays in this process."""
+
+
+class Meeting:
+    """What the engines of one process share, by name."""
+
+    def __init__(self) -> None:
+        self._lock, self._shared = Lock(), dict[str, Any]()
+
+    def share(self, name: str, make: Callable[[], Shared]) -> Shared:
+        """The value of that name, which the first one who asks makes."""
+        with self._lock:
+            if name not in self._shared:
+                self._shared[name] = make()
+            value: Shared = self._shared[name]
+            return value
+
+
+@dataclass(frozen=True)
+class Across:
+    """``strategy`` shards ``axes`` over the engines of a deployment, at most ``most`` of them. Each is one rank, with
+    requests and a cache of its own; a step of one is a step of all, for which those without rows run an empty one."""
+
+    strategy: str
+    axes: tuple[str, ...]
+    most: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +87,7 @@ class RankPlan:
     """Greatest number of steps in flight; None: no limit."""
     chained: bool = True
     """Whether one request may be in two steps in flight."""
+    across: Across | None = None
     replica: Replica = Replica()
     """Which engine this is, for strategies that span engines and for choosing devices."""
 
@@ -123,6 +154,10 @@ class Worker(Protocol):
     def info(self) -> WorkerInfo: ...
     def allocate(self, plan: CachePlan) -> None: ...
     def execute(self, message: StepMessage) -> Verdict: ...
+
+    def join(self) -> None:
+        """Take part, without rows of its own, in a step of another engine; see :class:`Across`."""
+
     def report(self) -> RankReport: ...
     def close(self) -> None: ...
 

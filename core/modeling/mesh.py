@@ -50,6 +50,8 @@ class Mesh:
     """This rank is in the stage that gives logits."""
     leads: bool = True
     """This rank decides for its stage."""
+    in_step: bool = False
+    """Other engines take part in each step: a rank without rows runs an empty one, or they would wait for it."""
 
     def place(self, device: str) -> str:
         """This rank's device, where the config says ``device``."""

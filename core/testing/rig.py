@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from hotswap.core.engine.clock import ManualClock
 from hotswap.core.engine.context import Limits
@@ -12,7 +12,7 @@ from hotswap.core.engine.transfers import Transfers
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.kv_transfer import KVTransfer, TransferLayout, TransferWorker
 from hotswap.core.interfaces.kvcache import CacheConstraints, KVCacheManager
-from hotswap.core.interfaces.parallel import RankPlan
+from hotswap.core.interfaces.parallel import RankPlan, WorkerFactory
 from hotswap.core.interfaces.scheduler import Scheduler
 from hotswap.core.live import ObserverHub
 from hotswap.core.registry import Registry
@@ -84,7 +84,7 @@ def make_rig(
     worker = wrap_worker(FakeWorker(
         windows, lookahead=lookahead, skill=skill, max_model_len=max_model_len, seed=seed, transfer=mover))
     executor, clock = LateExecutor(seed), ManualClock()
-    info = executor.launch(lambda plan, rank: worker, RankPlan())
+    info = executor.launch(cast(WorkerFactory, lambda plan, rank: worker), RankPlan())
     plan = kv.configure(info.cache_specs, 0, CacheConstraints(
         max_model_len, max_running, page_size=page_size, num_pages=num_pages))
     if transfer is not None:

@@ -77,7 +77,7 @@ class Crew:
             if self.problem is None:
                 self._channels[rank].send(kind, payload)
         except ChannelClosedError as error:
-            self._fail(self._lost(rank, error))
+            self.fail(self._lost(rank, error))
         if self.problem is not None:
             raise EngineStoppedError(self.problem)
 
@@ -112,7 +112,7 @@ class Crew:
                 waited += _POLL_S
                 if watch and (ended := self._launcher.ended()):
                     rank = min(ended)
-                    self._fail(f"rank {rank} {ended[rank]} before it was ready; what it wrote above says why")
+                    self.fail(f"rank {rank} {ended[rank]} before it was ready; what it wrote above says why")
                 if self.problem is not None:
                     raise EngineStoppedError(self.problem)
                 if timeout_s is not None and waited > timeout_s:
@@ -157,13 +157,13 @@ class Crew:
                     self._on_news(frame)
                 elif frame.kind is Kind.REFUSED:
                     self._refusals.put(decode(Refusal, frame.payload))
-                    self._fail(f"rank {rank} was refused")
+                    self.fail(f"rank {rank} was refused")
                 elif frame.kind is Kind.FAILED:
-                    self._fail(f"rank {rank} has failed: {decode(str, frame.payload)}")
+                    self.fail(f"rank {rank} has failed: {decode(str, frame.payload)}")
                 else:
                     self._answers[rank].put(frame)
         except ChannelClosedError as error:
-            self._fail(self._lost(rank, error))
+            self.fail(self._lost(rank, error))
 
     def _lost(self, rank: int, error: Exception) -> str:
         """Why a rank hung up. Its socket closes a moment before the system says how the process ended."""
@@ -174,7 +174,8 @@ class Crew:
             Event().wait(_POLL_S)
         return f"rank {rank} {end or f'is gone: {error}'}"
 
-    def _fail(self, problem: str) -> None:
+    def fail(self, problem: str) -> None:
+        """A rank is gone, or another that it cannot do without. The first reason counts."""
         with self._lock:
             if self.problem is not None:
                 return

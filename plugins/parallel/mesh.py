@@ -1,7 +1,7 @@
 """The mesh of one rank among others, on torch.distributed: NCCL between CUDA devices, gloo between CPUs."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import product
 from math import prod
@@ -12,10 +12,18 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from hotswap.core.interfaces.parallel import CollectiveCount, MeshDim, RankPlan
-from hotswap.core.modeling.mesh import Mesh, Shard
+from hotswap.core.modeling.mesh import Mesh, Routed, Shard
+from hotswap.plugins.parallel.exchange import combine, dispatch
 
 STAGES = "layers"
 """The axis whose dimension makes stages."""
+
+
+def over_engines(plan: RankPlan, engines: int) -> RankPlan:
+    """The plan of the mesh that all ``engines`` are in: their dimension is the outermost."""
+    if plan.across is None:
+        return plan
+    return plan.wrapped(MeshDim(plan.across.strategy, engines, plan.across.axes))
 
 
 def coordinates(plan: RankPlan, rank: int) -> tuple[int, ...]:
@@ -56,12 +64,13 @@ class DistributedMesh(Mesh):
     alone = False
 
     def __init__(self, plan: RankPlan, rank: int, device: str, timeout: timedelta) -> None:
-        self.device = device
+        self.device, self.in_step = device, plan.across is not None
         self._places = coordinates(plan, rank)
         self._dims = plan.dims
         self._of_axis = {axis: index for index, dim in enumerate(plan.dims) for axis in dim.axes}
         stages = self._of_axis.get(STAGES)
-        within = [index for index in range(len(plan.dims)) if index != stages]
+        engines = 0 if self.in_step else None  # see ``over_engines``
+        within = [index for index in range(len(plan.dims)) if index not in (stages, engines)]
         self._groups = [_join(plan, [index], rank, timeout) for index in range(len(plan.dims))]
         members = next(members for members in groups(plan, within) if rank in members)
         self._stage = _join(plan, within, rank, timeout)
@@ -106,6 +115,28 @@ class DistributedMesh(Mesh):
         parts = [torch.empty_like(padded) for _ in widths]
         dist.all_gather(parts, padded, group=self._groups[index])
         return torch.cat([part.narrow(dim, 0, width) for part, width in zip(parts, widths, strict=True)], dim)
+
+    def dispatch(self, axis: str, routed: Routed) -> Routed:
+        if not self._exchanges(axis):
+            return routed
+        counted = self._counted("dispatch")
+        dim = self._dims[0]
+        total = max(self._totals[axis])
+        owner = torch.tensor(
+            [place for place in range(dim.size) for _ in range(shard(dim, place, axis, total).count)],
+            device=routed.experts.device)[routed.experts]
+        return dispatch(routed, owner, dim.size, self._groups[0], counted)
+
+    def combine(self, axis: str, y: torch.Tensor, routed: Routed) -> torch.Tensor:
+        if not self._exchanges(axis):
+            return super().combine(axis, y, routed)
+        return combine(y, routed, self._groups[0], self._counted("combine"))
+
+    def _exchanges(self, axis: str) -> bool:
+        return self.in_step and self._of_axis.get(axis) == 0
+
+    def _counted(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda x: self._count(f"{name} {self._dims[0].strategy}", x)
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         if self._stage is not None:

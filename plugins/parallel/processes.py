@@ -16,8 +16,17 @@ from hotswap.core.execution.channel import SECRET_BYTES, ChannelClosedError, Fra
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
 from hotswap.core.interfaces.messages import EndedTransfer, StepMessage, Verdict
-from hotswap.core.interfaces.parallel import Executor, RankPlan, RankReport, Ticket, WorkerFactory, WorkerInfo
+from hotswap.core.interfaces.parallel import (
+    Executor,
+    RankPlan,
+    RankReport,
+    Ticket,
+    WorkerFactory,
+    WorkerInfo,
+)
 from hotswap.plugins.parallel.crew import Crew
+from hotswap.plugins.parallel.lockstep import Lockstep, lockstep_of
+from hotswap.plugins.parallel.mesh import over_engines
 from hotswap.plugins.parallel.rank import ENTRY, Job, Ready, job_arguments
 
 logger = logging.getLogger(__name__)
@@ -49,6 +58,8 @@ class ProcessesExecutor(Executor):
         self._crew: Crew | None = None
         self._store: Any = None
         self._hearing: list[bool] = []
+        self._lockstep: Lockstep | None = None
+        self._index = 0
         self._lock = Lock()
         self._pending: deque[Future[Verdict]] = deque()
         self._tickets: dict[Ticket, Future[Verdict]] = {}
@@ -62,18 +73,27 @@ class ProcessesExecutor(Executor):
     def launch(self, factory: WorkerFactory, plan: RankPlan) -> WorkerInfo:
         if self._crew is not None:
             raise RuntimeError("launch was called twice")
-        secret, size = secrets.token_bytes(SECRET_BYTES), plan.world_size
+        secret, size, replica = secrets.token_bytes(SECRET_BYTES), plan.world_size, plan.replica
+        self._lockstep, self._index = lockstep_of(plan), replica.index
         self._crew = crew = Crew(self.parts["launcher"], size, secret, self._take, self._end)
         try:
             recipe, address = factory.recipe(), crew.listen()
-            first = Job(
-                0, address, secret.hex(), self._meeting_place(crew), str(crew.scratch) if crew.scratch else None, plan,
-                recipe.entry, recipe.arguments, recipe.device, self.options.collective_timeout_s,
+            if self._lockstep is None or replica.meeting is None:
+                first, store = 0, self._meeting_place(crew)
+            else:
+                self._lockstep.enter(self._index, crew)
+                first, store = size * self._index, replica.meeting.share("store", lambda: self._meeting_place(crew))
+            whole = over_engines(replace(plan, replica=replace(replica, meeting=None)), replica.count)
+            job = Job(
+                0, address, secret.hex(), store, str(crew.scratch) if crew.scratch else None, whole, recipe.entry,
+                recipe.arguments, recipe.device, self.options.collective_timeout_s,
                 logging.getLogger("hotswap").getEffectiveLevel())
-            jobs = [job_arguments(replace(first, rank=rank)) for rank in range(size)]
+            jobs = [job_arguments(replace(job, rank=rank, position=first + rank)) for rank in range(size)]
             frames = crew.start(ENTRY, jobs, self.options.start_timeout_s)
             ready = [decode(Ready, frame.payload) for frame in frames]
-        except BaseException:
+        except BaseException as error:
+            if self._lockstep is not None:
+                self._lockstep.leave(self._index, str(error))
             self.stop()
             raise
         self._hearing = [rank.hears for rank in ready]
@@ -93,8 +113,15 @@ class ProcessesExecutor(Executor):
         if self._news:
             told = encode_message(replace(message, news=[*message.news, *self._news]))
             self._news = []
-        for rank, hears in enumerate(self._hearing):
-            crew.send(Kind.EXECUTE, told if hears else plain, rank)
+
+        def send() -> None:
+            for rank, hears in enumerate(self._hearing):
+                crew.send(Kind.EXECUTE, told if hears else plain, rank)
+
+        if self._lockstep is None:
+            send()
+        else:
+            self._lockstep.submit(self._index, send)
         self._next += 1
         self._tickets[self._next] = verdict
         return self._next
@@ -119,6 +146,8 @@ class ProcessesExecutor(Executor):
 
     def stop(self) -> None:
         if self._crew is not None:
+            if self._lockstep is not None:
+                self._lockstep.leave(self._index, self._crew.problem)
             self._crew.stop(self.options.stop_timeout_s)
             self._end("stopped")
 
@@ -159,6 +188,8 @@ class ProcessesExecutor(Executor):
             self._pending.clear()
         for verdict in waiting:
             verdict.set_exception(EngineStoppedError(problem))
+        if self._lockstep is not None:
+            self._lockstep.leave(self._index, problem)
 
 
 def _merged(ready: Sequence[Ready]) -> WorkerInfo:

@@ -1,11 +1,13 @@
 """The process of one rank: reports to its executor, builds its worker, carries out what it is told."""
 
+import contextlib
 import logging
 import os
 import shutil
+from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -29,8 +31,9 @@ ENTRY = f"{__name__}:serve"
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is told when it starts. ``secret``: hexadecimal. ``store``: where the ranks meet.
-    ``scratch``: a directory of the executor's that goes with it. ``local_rank``, ``local_size``: see ``Launcher``."""
+    """What a rank is told when it starts. ``secret``: hexadecimal. ``store``: where the ranks meet. ``plan``: of all
+    that meet there, of which this is number ``position``; ``rank`` counts those of its engine. ``scratch``: a directory
+    of the executor's that goes with it. ``local_rank``, ``local_size``: see ``Launcher``."""
 
     rank: int
     address: str
@@ -43,6 +46,7 @@ class Job:
     device: str
     timeout_s: float
     log_level: int
+    position: int = 0
     local_rank: int = 0
     local_size: int = 1
 
@@ -112,8 +116,8 @@ def _build(job: Job) -> tuple[Worker, DistributedMesh]:
         torch.set_num_threads(max(1, torch.get_num_threads() // job.local_size))
     timeout = timedelta(seconds=job.timeout_s)
     dist.init_process_group(
-        backend, store=_store(job), rank=job.rank, world_size=job.plan.world_size, timeout=timeout)
-    mesh = DistributedMesh(job.plan, job.rank, device, timeout)
+        backend, store=_store(job), rank=job.position, world_size=job.plan.world_size, timeout=timeout)
+    mesh = DistributedMesh(job.plan, job.position, device, timeout)
     factory: WorkerFactory = call(job.entry, job.arguments)
     return factory(job.plan, job.rank, mesh), mesh
 
@@ -146,13 +150,16 @@ def _device(job: Job) -> str:
 
 def _work(worker: Worker, channel: Channel, frames: "SimpleQueue[Frame]", answers: bool) -> None:
     """Carry out frames until one says STOP. ``answers``: the verdicts of this rank are those that count."""
-    while (frame := frames.get()).kind is not Kind.STOP:
+    held: deque[Frame] = deque()
+    while (frame := next_frame(frames, held)).kind is not Kind.STOP:
         if frame.kind is Kind.EXECUTE:
             verdict = worker.execute(decode(StepMessage, frame.payload))
             if answers:
                 channel.send(Kind.VERDICT, encode(verdict))
             elif verdict.finished_transfers:  # of its own pages, of which nobody else can tell
                 channel.send(Kind.TRANSFERS, encode(verdict.finished_transfers))
+        elif frame.kind is Kind.JOIN:
+            worker.join()
         elif frame.kind is Kind.ALLOCATE:
             worker.allocate(decode(CachePlan, frame.payload))
             channel.send(Kind.DONE)
@@ -160,6 +167,21 @@ def _work(worker: Worker, channel: Channel, frames: "SimpleQueue[Frame]", answer
             channel.send(Kind.REPORTED, encode(worker.report()))
         else:
             raise ChannelClosedError(f"the executor sent {frame.kind.name}, which no rank expects")
+
+
+def next_frame(frames: "SimpleQueue[Frame]", held: deque[Frame]) -> Frame:
+    """The next frame, behind those that are ``held``. Where a step of another engine is to be joined, and one of our
+    own has come meanwhile, ours runs in its place, and the join in ours: both are one turn of everybody's."""
+    frame = held.popleft() if held else frames.get()
+    if frame.kind is Kind.JOIN:
+        with contextlib.suppress(Empty):
+            while True:
+                held.append(frames.get_nowait())
+        for place, other in enumerate(held):
+            if other.kind is Kind.EXECUTE:
+                held[place] = frame
+                return other
+    return frame
 
 
 def job_arguments(job: Job) -> dict[str, Any]:

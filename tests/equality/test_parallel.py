@@ -320,3 +320,41 @@ def child_processes():
         return found
 
     return find
+
+
+@pytest.mark.slow
+def test_experts_over_two_engines_serve_whoever_has_work_for_fifty_rounds(run, book, experts):
+    """Each engine has its own requests, cache and attention, and half of the experts. Requests go to engine 0 only, to
+    engine 1 only, then to both; a rank without rows joins the steps of the other, so that none waits for ever."""
+    engine = run(experts.config(CHUNKED, "prefix", NGRAM, 2, parallel=[{"use": "data", "replicas": 2}, "expert"]))
+    prompts, rounds = experts.prompts(), []
+    for number in range(50):
+        for replica in [(0,), (1,), (0, 1)][number % 3]:
+            outputs, prompt = queue.SimpleQueue(), prompts[number % len(prompts)]
+            sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+            begin = time.monotonic()
+            engine.built.engines[replica].engine.add(Request(f"{number}-{replica}", prompt, sampling), outputs.put)
+            rounds.append((begin, prompt, outputs))
+        while rounds:
+            begin, prompt, outputs = rounds.pop()
+            tokens, last = [], None
+            while last is None:
+                output = outputs.get(timeout=20)
+                tokens += output.token_ids
+                last = output.finish_reason
+            assert output.error is None
+            book.compare(experts.reference, prompt, tokens)
+    end = time.monotonic() + 10
+    while True:  # until the steps that drop the last requests are done: a step of one is a step of all
+        steps, ranks = sum(built.engine.loop.steps for built in engine.built.engines), engine.built.ranks()
+        calls = [
+            [rank["collectives"][f"{way} expert"]["calls"] for way in ("dispatch", "combine")] for rank in ranks]
+        if calls == [[3 * steps, steps]] * 2:  # x, experts and weights go out for each layer of experts, one comes back
+            break
+        assert time.monotonic() < end, (steps, calls)
+        time.sleep(0.1)
+    assert [rank["replica"] for rank in ranks] == ["0", "1"]
+    assert [len(rank["statistics"]["expert_load.1"]) for rank in ranks] == [3, 3]
+    assert all(min(rank["statistics"]["expert_load.1"]) > 0 for rank in ranks)
+    weights = [rank["weight_bytes"] for rank in ranks]
+    assert weights[0] == weights[1] < sum(p.numel() for p in experts.reference.model.parameters()) * 4

@@ -6,9 +6,9 @@ import pytest
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.model import ModelFacts
-from hotswap.core.interfaces.parallel import MeshDim, RankPlan
+from hotswap.core.interfaces.parallel import Across, MeshDim, RankPlan
 from hotswap.plugins.parallel.expert import ExpertParallel
-from hotswap.plugins.parallel.mesh import coordinates, groups, shard
+from hotswap.plugins.parallel.mesh import coordinates, groups, over_engines, shard
 from hotswap.plugins.parallel.pipeline import PipelineParallel, balanced
 from hotswap.plugins.parallel.tensor import TensorParallel
 
@@ -134,9 +134,18 @@ def test_experts_take_the_place_of_their_inner_axis_on_the_ranks_of_tensor():
     assert plan.world_size == 2
 
 
+def test_experts_without_ranks_to_lie_on_lie_on_the_engines():
+    plan = ExpertParallel().layout(facts(axes={"expert": 6, "expert_mlp": 24}), RankPlan())
+    assert plan.across == Across("ExpertParallel", ("expert",), 6)
+    assert plan.world_size == 1 and plan.chained
+    whole = over_engines(plan, 2)
+    assert whole.dims == (MeshDim("ExpertParallel", 2, ("expert",)),)
+    assert [shard(whole.dims[0], place, "expert", 6).start for place in (0, 1)] == [0, 3]
+
+
 def test_experts_need_ranks_to_lie_on_and_one_each():
     made = facts(axes={"expert": 3, "expert_mlp": 24})
     with pytest.raises(ConfigError, match="name it before tensor"):
-        ExpertParallel().layout(made, RankPlan())
+        ExpertParallel().layout(made, pipeline(2).layout(made, RankPlan()))
     with pytest.raises(ConfigError, match="4 ranks cannot share the 3 experts"):
         ExpertParallel().layout(made, tensor(4).layout(made, RankPlan()))
