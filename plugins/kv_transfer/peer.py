@@ -1,8 +1,12 @@
 """The host half of every transfer between engines: who keeps which pages for whom, and for how long."""
 
+import contextlib
+import fcntl
 import logging
+import os
 import secrets
 import shutil
+import stat
 import tempfile
 from abc import abstractmethod
 from collections import Counter
@@ -10,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 from pydantic import Field
 
@@ -30,6 +34,7 @@ from hotswap.core.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
 
+FOLDER, LOCK = "hotswap-kv-", "lock"
 COUNTERS = ("kept", "read", "expired", "fetched", "failed", "refused", "fetched_tokens")
 
 SECRET = secrets.token_bytes(32)
@@ -96,14 +101,14 @@ class PeerTransfer(KVTransfer):
         self._now, self._ranks = layout.now, layout.ranks
         self._page_size = {group: share.page_size for group, share in layout.plan.groups.items()}
         self._windows = {spec.group: spec.window for spec in layout.specs if spec.window is not None}
-        self.folder = Path(tempfile.mkdtemp(prefix="hotswap-kv-", dir=self.place()))  # mode 0700
+        self.folder, self._lock = make_folder(self.place())
         return {
             "folder": str(self.folder), "engine": self._engine, "ranks": layout.ranks, "model": layout.model,
             "secret": SECRET.hex(), "timeout_s": self.options.timeout_s, **self.address()}
 
-    def place(self) -> str | None:
-        """Where the folder with the ranks' cards is made; None for the system's place for temporary files."""
-        return None
+    def place(self) -> Path:
+        """Where the folder with the ranks' cards is made."""
+        return Path(tempfile.gettempdir())
 
     def settled(self, key: str) -> None:
         """No rank keeps anything under ``key`` any more."""
@@ -111,6 +116,7 @@ class PeerTransfer(KVTransfer):
     def close(self) -> None:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            self._lock.close()
 
     # ------------------------------------------------------------------ what others have kept
 
@@ -237,6 +243,30 @@ class PeerTransfer(KVTransfer):
     def _name(self, what: str) -> str:
         self._names += 1
         return f"{self.wire}-{what}-{self._names}"
+
+
+def make_folder(place: Path) -> tuple[Path, IO[str]]:
+    """A folder of mode 0700 and the lock that says that its owner lives. Those of owners that do not are removed: a
+    process that was killed could not."""
+    for old in place.glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):  # it has just gone, or its owner lives
+            found = old.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():  # nobody else can have put anything there
+                _remove_if_left(old)
+    made = Path(tempfile.mkdtemp(prefix="hotswap-new-", dir=place))
+    lock = (made / LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name.replace("hotswap-new-", FOLDER))), lock
+
+
+def _remove_if_left(folder: Path) -> None:
+    """BlockingIOError where its owner lives."""
+    handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(handle)
 
 
 def _digest(request: Request, tokens: Sequence[int]) -> str:

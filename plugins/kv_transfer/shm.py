@@ -48,8 +48,8 @@ class SharedMemoryTransfer(PeerTransfer):
         if self.folder is not None:
             remove(self.folder, key)
 
-    def place(self) -> str | None:
-        return str(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
+    def place(self) -> Path:
+        return SHARED_MEMORY if SHARED_MEMORY.is_dir() else super().place()
 
 
 class SharedMemoryWorker(PeerWorker):

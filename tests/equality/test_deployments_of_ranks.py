@@ -32,8 +32,9 @@ def test_pages_travel_between_processes_and_tensor_sizes(
     deploy: Any, book: Any, tiny: Any, wire: str, prefill: Any, decode: Any, ranks: tuple[int, int],
 ) -> None:
     before = held_in_shared_memory()
-    config = tiny.config("chunked", "prefix", "none", 2, num_blocks=300, kv_transfer=wire, parallel=[
+    config = tiny.config("chunked", "prefix", "none", 2, num_blocks=300, parallel=[
         {"use": "disaggregated", "prefill_parallel": prefill, "decode_parallel": decode}])
+    config["kv_transfer"] = {"use": wire, "hold_s": 2}
     config["execution"]["use"] = "processes"
     running = deploy(config)
     assert len(pids(running)) == sum(ranks)
@@ -49,6 +50,13 @@ def test_pages_travel_between_processes_and_tensor_sizes(
         for built in running.built.engines]
     assert tuple(map(len, weights)) == ranks
     assert sum(weights[0]) == sum(weights[1]), "a rank of two has half of the heads"
+    if ranks == (1, 1):
+        os.kill(max(pids(running)), 9)
+        lost = running.wait(running.submit(prompts, 40))
+        assert {str(answer.finish_reason) for answer in lost} <= {"error", "length"}
+        assert running.built.engine.health() is None
+        for prompt, output in zip(prompts, running.generate(prompts, 8), strict=True):
+            book.compare(tiny.reference, prompt, output)
     running.built.engine.stop()
     assert not pids(running)
     assert held_in_shared_memory() == before

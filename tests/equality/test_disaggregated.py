@@ -2,16 +2,22 @@
 
 import importlib.util
 import itertools
+import os
+import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hotswap.core.errors import ConfigError, QueueFullError
 from hotswap.core.request import FinishReason, Handoff
+from hotswap.plugins.kv_transfer.peer import make_folder
 from hotswap.plugins.kv_transfer.shm import SharedMemoryWorker
 from hotswap.plugins.kv_transfer.tcp import TcpWorker
 
@@ -308,3 +314,79 @@ def test_seats_of_other_strategies_are_refused_under_the_roles_own_path(deploy: 
     parallel = [{"use": "disaggregated", "decode_parallel": [{"use": "tensr"}]}]
     with pytest.raises(ConfigError, match=r"parallel\[0\]\.decode_parallel\[0\].*tensr"):
         deploy(disaggregated(tiny, parallel=parallel))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_with_everything_switched_on(deploy: Any, book: Any, tiny: Any, wire: str) -> None:
+    """Chunks, prefix hits, preemption, two steps in flight, copied drafts, and two engines a role."""
+    config = tiny.config({"use": "chunked", "max_chunk": 7}, "prefix", {
+        "use": "ngram", "min_n": 1, "max_n": 2, "max_draft": 3}, 2, kv_transfer=wire, parallel=[
+            {"use": "disaggregated", "prefill": 2, "decode": 2}])
+    running = deploy(config)
+    prompts = tiny.prompts() + [prompt * 3 for prompt in tiny.prompts()[1:3]]
+    for _ in range(2):
+        for prompt, output in zip(prompts * 2, running.generate(prompts * 2, 24), strict=True):
+            book.compare(tiny.reference, prompt, output)
+    running.assert_clean()
+    prefill, decode = Counter[str](), Counter[str]()
+    for number, seen in enumerate(running.seen):
+        (prefill if number < 2 else decode).update(seen)
+    assert prefill["cut prompts"] and prefill["cached tokens"] and decode["suspensions"]
+    assert decode["accepted"] and decode["rejected"]
+    assert prefill["handoff"] == 4 * len(prompts)
+    assert sum(counts(running, "fetched")) > len(prompts)
+    assert sum(counts(running, "failed")) == 0
+
+
+def test_the_cache_of_a_draft_model_goes_along(deploy: Any, book: Any, tiny: Any) -> None:
+    """The draft is the model itself: as long as its keys and values are right, every draft is accepted."""
+    running = deploy(disaggregated(
+        tiny, num_blocks=300, speculator={"use": "draft", "model": str(tiny.path), "max_draft": 3}))
+    prompts = tiny.prompts()
+    for prompt, output in zip(prompts, running.generate(prompts, 17), strict=True):
+        book.compare(tiny.reference, prompt, output)
+    running.assert_clean()
+    decode = running.seen[1]
+    assert counts(running, "fetched")[1] == len(prompts)
+    assert decode["cached tokens"] > 0
+    assert decode["accepted"] > 0
+    assert decode["rejected"] == 0
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_random_aborts_leak_nothing_on_either_side(deploy: Any, tiny: Any, wire: str) -> None:
+    running = deploy(disaggregated(tiny, 2, 2, kv_transfer={"use": wire, "hold_s": 5}))
+    rng, engine = random.Random(5), running.built.engine
+    boxes = []
+    for index in range(60):
+        boxes.append(running.submit_one(index, tiny.prompt(rng.randrange(1, 40), rng), rng.randrange(1, 12)))
+        if rng.random() < 0.5:
+            engine.abort(running.name(rng.randrange(index + 1)))
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 0.02)
+    reasons = Counter(str(answer.finish_reason) for answer in running.wait(boxes))
+    assert reasons["abort"] > 5 and reasons["length"] > 5, reasons
+    running.assert_clean()
+    assert sum(counts(running, "expired")) == 0, "what is aborted is given up at once"
+
+
+def test_what_a_killed_server_has_left_in_shared_memory_goes_with_the_next_start(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from hotswap.plugins.kv_transfer import peer\n"
+        "folder, lock = peer.make_folder(Path(sys.argv[1])); print(folder, flush=True); time.sleep(60)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")})
+    theirs = Path(process.stdout.readline().strip())
+    mine, lock = make_folder(tmp_path)
+    assert theirs.is_dir(), "its owner lives"
+    assert theirs.stat().st_mode & 0o777 == 0o700
+    process.kill()
+    process.communicate()
+    (tmp_path / "hotswap-kv-link").symlink_to(mine)
+    third, other = make_folder(tmp_path)
+    assert not theirs.exists()
+    assert mine.is_dir()
+    assert third.is_dir()
+    lock.close()
+    other.close()
