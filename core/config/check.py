@@ -175,7 +175,7 @@ def choose_attention(
         try:
             support = registry.build("attention", ComponentRef(use=name, **ref.options), "attention").support()
         except ConfigError as error:
-            passed.append(f"{name}: {error.message}")
+            passed.append(f"{name}: {' '.join(error.message.split())}")
             continue
         given = ((kind, support.devices), (dtype, support.dtypes), (page_size, support.page_sizes))
         lacking = [allowed for value, allowed in given if allowed is not None and value not in (None, AUTO, *allowed)]

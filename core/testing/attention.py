@@ -65,20 +65,20 @@ def attention_cases(support: AttentionSupport) -> list[AttentionCase]:
         replace(base, name="prefill of several blocks", rows=((300, 0), (270, 150)), heads=2, kv_heads=1),
         replace(base, name="uneven lengths", rows=((1, 3), (1, 700), (4, 300), (1, 64)), heads=2, kv_heads=1),
         replace(base, name="verification", rows=((5, 60), (5, 11), (5, 0))),
-        replace(base, name="padded", padding=3),
+        replace(base, name="padded", padding=3, rows=MIXED),
         replace(base, name="one head a key", heads=3, kv_heads=3, rows=MIXED),
         replace(base, name="one key for all", heads=8, kv_heads=1, rows=MIXED),
     ]
     dims = [dim for dim in (64, 80, 96, 112, 128, 256) if support.head_dims is None or dim in support.head_dims]
-    cases += [replace(base, name=f"head dim {dim}", head_dim=dim, rows=MIXED) for dim in dims]
+    cases += [replace(base, name=f"head dim {dim}", head_dim=dim, rows=MIXED, heads=3, kv_heads=1) for dim in dims]
     cases += [replace(base, name=dtype, dtype=dtype, rows=MIXED) for dtype in dtypes]
     if support.windows:
-        base = replace(base, rows=((3, 5), (1, 70), (40, 33), (2, 62), (1, 15)))
+        base = replace(base, rows=((3, 5), (1, 70), (40, 33), (2, 62), (1, 15)), heads=3, kv_heads=1)
         cases += [replace(base, name=f"window {window}", window=window) for window in (1, 6, 16, 64)]
         cases.append(replace(base, name="window, long", window=20, heads=2, kv_heads=1,
             rows=((150, 0), (40, 200), (1, 300), (3, 140))))
         if 256 in dims:  # small tiles: some hold no key that the last queries see
-            cases.append(replace(base, name="window, large heads", window=6, head_dim=256, rows=((70, 9),), kv_heads=6))
+            cases.append(replace(base, name="window, large heads", window=6, head_dim=256, rows=((70, 9),), heads=1))
     if support.softcap:
         cases.append(replace(base, name="softcap", softcap=5.0))
     if support.softcap and support.windows:

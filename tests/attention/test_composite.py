@@ -6,7 +6,7 @@ import pytest
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.attention import HND, NHD, AttentionSupport, GraphLevel
-from hotswap.core.testing.attention import AttentionCase, attention_cases, check_attention
+from hotswap.core.testing.attention import AttentionCase, attention_cases, check_attention, check_static_attention
 from hotswap.plugins.attention.composite import CompositeAttention
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 from hotswap.plugins.attention.triton.backend import TritonAttention
@@ -43,6 +43,13 @@ def test_two_torch_backends_agree_with_dense_attention(case):
     assert all(set(lengths) != {1} for lengths in prefill.planned)
     assert decode.planned or not any(queries == 1 for queries, _ in case.rows)
     assert prefill.planned or all(row == (1, 0) for row in case.rows)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_steps_of_a_static_layout_agree_with_dense_attention(queries):
+    prefill, decode = (TorchAttention(TorchAttention.Options(graphs=True)) for _ in range(2))
+    assert composite(prefill, decode).support().graph_level is GraphLevel.UNIFORM
+    check_static_attention(composite(prefill, decode), AttentionCase("static"), queries)
 
 
 PAIRS = {

@@ -216,7 +216,9 @@ def test_the_kit_finds(fault, tmp_path):
 
 
 def test_a_cpu_without_the_interpreter_is_refused_with_what_to_do(monkeypatch):
+    assert "interpreter, which is slow" in TritonAttention().support().note
     monkeypatch.delenv("TRITON_INTERPRET")
+    assert not TritonAttention().support().note
     assert TritonAttention().support().devices == ("cuda",)
     with pytest.raises(ConfigError, match="only in Triton's interpreter. Set TRITON_INTERPRET=1 .* give device: cuda"):
         TritonAttention().bind("group", SHAPE, LIMITS)

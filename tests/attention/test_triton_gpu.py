@@ -47,6 +47,12 @@ def test_torch_and_triton_share_pages(pair):
         check_attention(composite, AttentionCase("shared", rows=rows), "cuda")
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_kernels_run_on_the_device_that_was_asked_for():
+    torch.cuda.set_device(0)
+    check_attention(TritonAttention(), AttentionCase("second device"), "cuda:1")
+
+
 @pytest.fixture
 def pool() -> AttentionCase:
     """More elements of keys than 32 bits count: 4.3 GiB, and as much of values."""

@@ -4,6 +4,7 @@ Legend: T tokens, R rows, P pages of the widest table, H query heads, K key-valu
 """
 
 import os
+from contextlib import nullcontext
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -67,10 +68,11 @@ class TritonAttention(AttentionBackend):
 
     def support(self) -> AttentionSupport:
         """The interpreter brings each argument to the host, so that it runs on any device."""
+        interpreted = _interpreted()
         return AttentionSupport(
-            devices=None if _interpreted() else ("cuda",), dtypes=("float32", "bfloat16", "float16"),
-            head_dims=tuple(range(8, 257, 8)), layouts=(HND, NHD),
-            graph_level=GraphLevel.UNIFORM, rounding=1e-5)
+            devices=None if interpreted else ("cuda",), dtypes=("float32", "bfloat16", "float16"),
+            head_dims=tuple(range(8, 257, 8)), layouts=(HND, NHD), graph_level=GraphLevel.UNIFORM, rounding=1e-5,
+            note="kernels run in Triton's interpreter, which is slow, since TRITON_INTERPRET is set" * interpreted)
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
         size = (num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
@@ -92,23 +94,27 @@ class TritonAttention(AttentionBackend):
     def run(
         self, state: "_State", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, out: torch.Tensor,
     ) -> None:
-        state.write(self._kernels, k, v, cache)
-        if state.num_tiles:
-            state.attend_tiles(self._kernels, q, cache, out)
-        if state.num_short:
-            state.attend_splits(self._kernels, q, cache, out)
+        with state.on_device:
+            state.write(self._kernels, k, v, cache)
+            if state.num_tiles:
+                state.attend_tiles(self._kernels, q, cache, out)
+            if state.num_short:
+                state.attend_splits(self._kernels, q, cache, out)
 
 
 class _State:
     """One cache group's buffers, of fixed address, and what the step at hand launches.
 
     A row is *short* if its queries fit into one tile of a decoding kernel; the others are cut into tiles of
-    ``tiles.queries`` queries. ``tiles_at`` [.., 2] int32: (row, first query). ``short_rows`` [R] int32."""
+    ``tiles.queries`` queries. ``tiles_at`` [.., 2] int32: (row, first query). ``short_rows`` [R] int32. ``on_device``:
+    Triton launches on the current device, wherever the tensors are."""
 
     num_tiles = num_short = most_queries = 0
 
     def __init__(self, group: str, shape: GroupShape, limits: BatchLimits, tiles: Tiles) -> None:
         self.group, self.shape, self.tiles = group, shape, tiles
+        cuda = torch.device(limits.device).type == "cuda"
+        self.on_device = torch.cuda.device(limits.device) if cuda else nullcontext()
         rows, tokens, width = limits.max_rows, limits.max_tokens, limits.max_pages_per_row
         splits = -(-width * shape.page_size // MIN_SPLIT)
         self.splits = max(1, min(SLOTS, splits))
@@ -188,7 +194,7 @@ class _State:
 def _put(buffer: torch.Tensor, values: "np.ndarray[Any, Any]") -> int:
     """``values`` to the head of ``buffer``; returns how many there are."""
     if len(values):
-        buffer[: len(values)].copy_(torch.from_numpy(values), non_blocking=True)
+        buffer[: len(values)].copy_(torch.from_numpy(values.astype(np.int32)), non_blocking=True)
     return len(values)
 
 
