@@ -154,7 +154,8 @@ class Assembly:
         config, parts = plan.config, plan.parts
         notes = self.notes if replica.index == 0 else []
         settings = WorkerSettings.choose(config, self._checkpoint, self._max_model_len, notes)
-        device, sharers = place(settings.device, replica, plan.ranks.world_size)
+        alone = plan.ranks.world_size == 1 and plan.ranks.across is None
+        device, sharers = place(settings.device, replica, alone)
         settings = replace(settings, device=device, memory_fraction=settings.memory_fraction / sharers)
         if note := parts.attention.support().note:
             notes.append(f"attention: {note}")
@@ -167,7 +168,7 @@ class Assembly:
             replace(
                 settings, graphs=keys, needs_graphs=config.execution.graphs == "full"),
             transfer=_transfer(parts))
-        if not (self._facts.concurrent and plan.ranks.world_size == 1):
+        if not (self._facts.concurrent and alone):
             return builder
         with self._lock:
             shared = self._shared.setdefault(settings.device, builder)

@@ -32,16 +32,16 @@ def choose_device(wanted: str, notes: list[str]) -> str:
     return wanted
 
 
-def place(device: str, replica: Replica, ranks: int, cuda_devices: int | None = None) -> tuple[str, int]:
-    """Where an engine of ``ranks`` ranks runs, and by how many engines its memory is shared.
+def place(device: str, replica: Replica, alone: bool, cuda_devices: int | None = None) -> tuple[str, int]:
+    """Where an engine runs, and by how many engines its memory is shared.
 
-    ``device`` is what the config names. A deployment's engines of one rank are dealt out over the CUDA devices, unless
-    one is named; of several ranks each has a device of its own, which it finds itself. ``cuda_devices``: None to count
-    them.
+    ``device`` is what the config names. A deployment's engines of one rank (``alone``) are dealt out over the CUDA
+    devices, unless one is named; where there are other ranks, each has a device of its own, which it finds itself.
+    ``cuda_devices``: None to count them.
     """
     if device != "cuda" or replica.count == 1:
         return device, replica.count
-    if ranks > 1:
+    if not alone:
         return device, 1
     count = torch.cuda.device_count() if cuda_devices is None else cuda_devices
     return f"cuda:{replica.first_rank % count}", -(-replica.count // count)

@@ -116,9 +116,10 @@ class PeerWorker(TransferWorker):
     def _fetch(self, name: str, ticket: Ticket, cached: int, spans: Mapping[str, Span]) -> None:
         try:
             peers = self._peers(ticket)
+            reads = [read for read in plan_reads(self.card, peers) if spans[read.group].ids]
             for peer in peers:
-                wanted = [(read, spans[read.group]) for read in plan_reads(self.card, peers) if read.rank == peer.rank]
-                if wanted and any(span.ids for _, span in wanted):
+                wanted = [(read, spans[read.group]) for read in reads if read.rank == peer.rank]
+                if wanted:
                     with torch.inference_mode():
                         self.read(ticket, peer, wanted)
             if self.cache.device.startswith("cuda"):

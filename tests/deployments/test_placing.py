@@ -16,7 +16,7 @@ from hotswap.core.interfaces.parallel import Replica
     ("cuda", 1, 2, 4, 8, ("cuda", 1)),  # its ranks have devices of their own
 ])
 def test_engines_are_dealt_out_over_the_devices(device, index, count, ranks, found, expected):
-    assert place(device, Replica(str(index), index, count, index * ranks), ranks, found) == expected
+    assert place(device, Replica(str(index), index, count, index * ranks), ranks == 1, found) == expected
 
 
 def test_the_ranks_of_two_engines_on_one_machine_lie_side_by_side(monkeypatch):
@@ -30,7 +30,9 @@ def test_the_ranks_of_two_engines_on_one_machine_lie_side_by_side(monkeypatch):
 
     def device(first, local, scratch="/tmp/x"):
         plan = RankPlan((MeshDim("tensor", 2, ()),), replica=Replica("1", 1, 2, first))
-        return rank._device(rank.Job(local, "", "", "", scratch, plan, "", {}, "cuda", 1.0, 0, local, 2))
+        return rank._device(rank.Job(
+            rank=local, address="", secret="", store="", scratch=scratch, plan=plan, entry="", arguments={},
+            device="cuda", timeout_s=1.0, log_level=0, local_rank=local, local_size=2))
 
     assert [device(first, local) for first in (0, 2) for local in (0, 1)] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert device(2, 1, scratch=None) == "cuda:1", "on a cluster the launcher deals them out"
