@@ -45,6 +45,8 @@ class Counting(Observer):
         left = {new.id: len(new.tokens) - begun[new.id] for new in message.new}
         widths = {row.request: row.n_tokens for row in message.rows}
         self.seen["suspensions"] += len(suspensions)
+        self.seen["copied pages"] += sum(
+            len(change.copies) for _, grant in message.grants for change in grant.groups.values())
         self.seen.update(f"suspended by {mode}" for _, mode, _ in suspensions)
         self.seen["cut prompts"] += sum(widths.get(request, 0) < length for request, length in left.items())
         self.seen["mixed steps"] += len({width > 1 for width in widths.values()}) > 1

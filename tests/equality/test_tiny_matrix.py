@@ -1,4 +1,5 @@
-"""The same greedy tokens whatever the parts: every scheduler x KV manager x speculator x depth on a tiny model."""
+"""The same greedy tokens whatever the parts: schedulers x KV managers x speculators x depths, and n > 1, on a tiny
+model."""
 
 import itertools
 from pathlib import Path
@@ -8,21 +9,37 @@ import pytest
 
 from hotswap.core.errors import ConfigError
 
-SCHEDULERS = ["static", "continuous", "chunked"]
-KV_MANAGERS = ["contiguous", "paged", "prefix"]
+SCHEDULERS = ["static", "continuous", "chunked", "prefill_first"]
+KV_MANAGERS = ["contiguous", "paged", "prefix", "radix"]
 SPECULATORS: list[dict[str, Any]] = [{"use": "none"}, {"use": "ngram", "min_n": 1, "max_n": 3, "max_draft": 3}]
 DEPTHS = [1, 2]
 
 MAX_TOKENS = 24
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "kv", "speculator", "depth"), list(itertools.product(SCHEDULERS, KV_MANAGERS, SPECULATORS, DEPTHS)),
-    ids=lambda value: value["use"] if isinstance(value, dict) else str(value),
-)
+PRODUCT = list(itertools.product(range(4), range(4), range(2), range(2)))
+COVERING = [(s, k, d, v) for s, k, d, v in PRODUCT if (d, v) == ((s + k) % 2, (s // 2 + k // 2) % 2)]
+
+
+def test_the_list_covers_every_pair() -> None:
+    for a, b in itertools.combinations(range(4), 2):
+        assert {(run[a], run[b]) for run in COVERING} == {(run[a], run[b]) for run in PRODUCT}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A list in which every two parts meet; with --whole every combination."""
+    if "combination" in metafunc.fixturenames:
+        chosen = PRODUCT if metafunc.config.getoption("--whole") else COVERING
+        metafunc.parametrize("combination", [
+            pytest.param((SCHEDULERS[s], KV_MANAGERS[k], SPECULATORS[d], DEPTHS[v]),
+                         id=f"{SCHEDULERS[s]}-{KV_MANAGERS[k]}-{SPECULATORS[d]['use']}-{DEPTHS[v]}")
+            for s, k, d, v in chosen])
+
+
 def test_every_combination_gives_the_tokens_of_transformers(
-    run: Any, book: Any, tiny: Any, scheduler: str, kv: str, speculator: dict[str, Any], depth: int,
+    run: Any, book: Any, tiny: Any, combination: tuple[str, str, dict[str, Any], int],
 ) -> None:
+    scheduler, kv, speculator, depth = combination
     engine = run(tiny.config(scheduler, kv, speculator, depth))
     prompts = tiny.prompts()
     for abort in ({}, {}, {1: 3, 4: 3}):  # cold, warm, with requests that are given up
@@ -32,11 +49,20 @@ def test_every_combination_gives_the_tokens_of_transformers(
     seen = engine.seen
     assert engine.built.engine.loop.max_depth_seen == depth
     assert seen["abort"] == 2
-    assert seen["cut prompts"] or scheduler == "continuous", "the prompts should be more than a step holds"
-    assert bool(seen["cached tokens"]) is (kv == "prefix")
+    if scheduler in ("static", "chunked"):
+        assert seen["cut prompts"], "the prompts should be more than a step holds"
+    assert bool(seen["cached tokens"]) is (kv in ("prefix", "radix"))
     assert bool(seen["accepted"] and seen["rejected"]) is (speculator["use"] == "ngram")
     if kv != "contiguous":
         assert seen["preempted"], "the pool should be too small for all"
+    prompt = prompts[3]
+    for answer in engine.answer(*(
+        {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, "fork_of": engine.name(0) if i else None}
+        for i in range(3)
+    )):
+        book.compare(tiny.reference, prompt, answer.token_ids)
+    assert bool(seen["copied pages"]) is (scheduler != "static" and kv != "contiguous"), "n > 1 copies a partial page"
+    engine.assert_clean()
 
 
 @pytest.mark.parametrize("kv", ["paged", "prefix"])

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.attention import GroupShape
+from hotswap.core.interfaces.kvcache import CacheSpec
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.speculator import Drafts, SpeculatorNeeds
 from hotswap.core.request import SamplingParams
@@ -298,6 +300,52 @@ def test_a_chain_may_say_that_it_is_one(make_host, script, plans, prompts, answe
     host = make_host(speculator=Chain(plans["right"]))
     host.new("d", prompts["d"])
     assert host.generate("d", COUNT, drafts=3) == answers["d"][:COUNT]
+
+
+class Behind(NgramSpeculator):
+    """Has a cache group of its own, which is always some tokens behind."""
+
+    behind = 2
+
+    def needs(self):
+        spec, shape = CacheSpec("own", (9,), 2, 8, 128), GroupShape(4, 2, 8, 0, 1.0)
+        return SpeculatorNeeds(lookahead=2, cache_specs=(spec,), shapes={"own": shape})
+
+    def observe(self, rows, taps):
+        return [self.behind for _ in rows]
+
+
+def test_how_far_its_own_groups_are_behind_is_told_in_verdicts_and_at_suspensions(make_host, prompts):
+    host = make_host(speculator=Behind())
+    host.new("d", prompts["d"])
+    host.row("d", 9)
+    row = host.step()["d"]
+    assert (row.computed, row.lag) == (9, 2)
+    host.suspend("d")
+    verdict = host.worker.execute(host.take())
+    assert verdict.suspended[0].computed == {"full": 9, "window": 9, "own": 7}
+
+
+def test_its_own_groups_get_pages_like_the_models(make_host, prompts):
+    host = make_host(speculator=Behind())
+    assert [spec.group for spec in host.worker.info().cache_specs] == ["full", "window", "own"]
+    host.new("d", prompts["d"])
+    host.row("d", 9)
+    message = host.take()
+    del message.grants[0][1].groups["own"]
+    assert host.worker.execute(message).error is None, "the model does not need them"
+
+
+def test_lags_of_another_number_of_rows_are_the_speculators_fault(make_host, prompts):
+    class Miscounting(Behind):
+        def observe(self, rows, taps):
+            return [0, 0]
+
+    host = make_host(speculator=Miscounting())
+    host.new("a", prompts["a"])
+    host.row("a", 3)
+    error = host.worker.execute(host.take()).error
+    assert error == "speculator 'Miscounting' raised in observe: ValueError: 2 lags for 1 rows"
 
 
 class Needy(NgramSpeculator):

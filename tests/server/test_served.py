@@ -77,6 +77,14 @@ def test_bad_words_are_banned_at_the_beginning_and_behind_a_space(engine):
     assert set(request.bad_words_token_ids) == {tuple(engine.tokenizer.encode(word)) for word in ("no", " no")}
 
 
+def test_the_choices_of_each_prompt_share_what_the_first_one_computes(engine):
+    frontend = Frontend(Served("tiny", engine, engine.tokenizer, 260, 64))
+    sampling = frontend.sampling({"n": 3, "max_tokens": 1})
+    requests = frontend.requests("x", [_prompt(engine, "a"), _prompt(engine, "b")], sampling)
+    assert [(request.id, request.fork_of) for request in requests] == [
+        ("x-0", None), ("x-1", "x-0"), ("x-2", "x-0"), ("x-3", None), ("x-4", "x-3"), ("x-5", "x-3")]
+
+
 def _prompt(engine, text):
     from hotswap.server.frontend import Prompt
 
