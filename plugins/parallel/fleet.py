@@ -229,7 +229,22 @@ class Fleet:
 
 def _side_by_side(calls: Sequence[Callable[[], None]]) -> None:
     """Each may take its time; the first exception is raised when all have ended."""
-    if calls:
-        with ThreadPoolExecutor(len(calls), "hotswap-fleet") as pool:
-            for done in [pool.submit(call) for call in calls]:
-                done.result()
+    errors: list[Exception] = []
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), name="hotswap-fleet", daemon=True) for call in calls]
+    for thread, call in zip(threads, calls, strict=True):
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends, and no thread can be started any more
+            run(call)
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+    if errors:
+        raise errors[0]

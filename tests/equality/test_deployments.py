@@ -1,7 +1,12 @@
 """The same greedy tokens from several engines behind a router as from one."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +180,26 @@ def test_one_engine_that_cannot_start_leaves_none_running(deploy: Any, tiny: Any
     with pytest.raises(Exception, match="num_blocks"):
         deploy(data(tiny, num_blocks=3))
     assert threading.active_count() == before
+
+
+SCRIPT = """
+import json, sys, weakref
+from hotswap.core.config import load_config
+from hotswap.core.engine.build import build_engine
+
+built = build_engine(load_config(json.loads(sys.argv[1]), environ={}), progress=False)
+weakref.finalize(built, built.engine.stop)
+print("runs", flush=True)
+"""
+
+
+def test_a_process_that_ends_without_a_word_stops_its_engines(tiny: Any) -> None:
+    config = json.dumps(data(tiny, kv_transfer="shm"))
+    before = set(Path("/dev/shm").glob("hotswap-kv-*"))
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, config], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])})
+    assert (process.returncode, process.stdout) == (0, "runs\n"), process.stderr
+    assert "Traceback" not in process.stderr
+    assert set(Path("/dev/shm").glob("hotswap-kv-*")) <= before

@@ -390,3 +390,24 @@ def test_what_a_killed_server_has_left_in_shared_memory_goes_with_the_next_start
     assert third.is_dir()
     lock.close()
     other.close()
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_smollm2_in_two_pairs_that_share_its_weights(deploy: Any, book: Any, smollm2: Any) -> None:
+    running = deploy({
+        "model": "smollm2-135m-instruct", "dtype": "float32", "device": "cpu", "max_model_len": 256,
+        "scheduler": {"use": "chunked", "max_batch_tokens": 64, "max_running": 8},
+        "kvcache": {"use": "prefix", "block_size": 16, "num_blocks": 65}, "kv_transfer": "tcp",
+        "execution": {"depth": 2}, "observers": [],
+        "parallel": [{"use": "data", "replicas": 2}, {"use": "disaggregated"}]})
+    models = [next(part for part in built.components if part.kind == "model") for built in running.built.engines]
+    assert len(models) == 4
+    assert len(set(map(id, models))) == 1
+    rng = random.Random(3)
+    prompts = [[rng.randrange(100, 40000) for _ in range(length)] for length in (5, 33, 48, 70)]
+    for prompt, output in zip(prompts, running.generate(prompts, 12), strict=True):
+        book.compare(smollm2, prompt, output)
+    running.assert_clean()
+    assert sum(counts(running, "fetched")) == len(prompts)
+    assert sum(seen["computed"] for seen in running.seen) == sum(map(len, prompts)) + 11 * len(prompts)
