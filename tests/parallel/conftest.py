@@ -111,7 +111,7 @@ def scratch(tmp_path, monkeypatch):
     yield place
     until(lambda: not set(Family.children()) - before, 5)
     assert not list(place.iterdir())
-    assert not {name for name in set(os.listdir("/dev/shm")) - shared if "hotswap" in name or "torch" in name}
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith("torch_")}
 
 
 @pytest.fixture
