@@ -20,7 +20,7 @@ from hotswap.plugins.speculators.eagle import EagleSpeculator
 from hotswap.plugins.speculators.none import NoSpeculator
 
 PROMPT = [3, 9, 4, 9]
-TEXTS, ROWS, LENGTH = 1500, 300, 4
+TEXTS, ROWS, LENGTH = 1200, 300, 4
 """So many texts of so many tokens, a batch of rows at a time."""
 
 LEAST_P = 1e-4
