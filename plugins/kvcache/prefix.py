@@ -19,6 +19,9 @@ from hotswap.plugins.kvcache.index import IndexedPool
 from hotswap.plugins.kvcache.reuse import ReusingKVCache
 from hotswap.plugins.kvcache.tables import NEVER, Table
 
+WAITING = 128
+"""Chains kept of requests that wait, at least: orders by cached prefix ask for many of them in every plan."""
+
 
 class Hit(NamedTuple):
     """What :attr:`Match.opaque` holds: the pages found per group, and how many had left the indexes by then."""
@@ -47,7 +50,7 @@ class PrefixKVCache(ReusingKVCache[IndexedPool]):
 
     def configure(self, specs: Sequence[CacheSpec], num_bytes: int, constraints: CacheConstraints) -> CachePlan:
         plan = super().configure(specs, num_bytes, constraints)
-        self._chains = ChainCache(constraints.max_running, self._page_size, self.digest)
+        self._chains = ChainCache(constraints.max_running + WAITING, self._page_size, self.digest)
         return plan
 
     def _make_index(self, group: str, num_pages: int) -> IndexedPool:

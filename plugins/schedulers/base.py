@@ -92,7 +92,8 @@ class QueueScheduler(Scheduler):
         only suspends: the head starts when the slot is free.
         """
         ctx = step.ctx
-        self.probe_waiting(ctx)
+        if not step.full and (ctx.free_slots > 0 or self.policy.preemptive):
+            self.probe_waiting(ctx)
         while not step.full and (head := self.waiting.head(ctx.now)) is not None:
             if ctx.free_slots <= 0 and not (self.policy.preemptive and self.suspend_one_behind(step, head)):
                 return
