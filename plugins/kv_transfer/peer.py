@@ -35,7 +35,11 @@ from hotswap.core.request import FinishReason, Request
 logger = logging.getLogger(__name__)
 
 FOLDER, LOCK = "hotswap-kv-", "lock"
-COUNTERS = ("kept", "read", "expired", "fetched", "failed", "refused", "fetched_tokens")
+COUNTERS = ("kept", "read", "expired", "fetched", "failed", "refused", "shunned", "fetched_tokens")
+
+FAILURES, SHUN_S = 3, 30.0
+"""After so many reads from an engine have failed in a row, none is tried for so long: each may have taken its whole
+timeout. Then one is, and the next failure counts at once."""
 
 SECRET = secrets.token_bytes(32)
 """Of this process: its engines prove to one another that they are of one server. Worker halves get it with the terms,
@@ -83,7 +87,9 @@ class PeerTransfer(KVTransfer):
         self.folder: Path | None = None
         self._engine = secrets.token_hex(8)
         self._keeping: dict[str, tuple[str, float]] = {}  # transfer -> key, deadline
-        self._fetching: dict[str, int] = {}  # transfer -> tokens
+        self._fetching: dict[str, tuple[str, int]] = {}  # transfer -> engine, tokens
+        self._failures: Counter[str] = Counter()  # of engines, in a row
+        self._shunned: dict[str, float] = {}  # engine -> until when
         self._checked: dict[str, Ticket | None] = {}  # by request: its ticket, None where it is of no use any more
         self._work: list[dict[str, Any]] = []
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -141,7 +147,7 @@ class PeerTransfer(KVTransfer):
             self._work.append(work)
             return Attachment((request.id, ticket, None, work))
         name = self._name("in")
-        self._fetching[name] = upto - cached
+        self._fetching[name] = ticket.engine, upto - cached
         pages = {}
         for group, change in table.groups.items():
             size = self._page_size[group]
@@ -175,11 +181,15 @@ class PeerTransfer(KVTransfer):
             problem = "its tokens, model or cache key are others"
         elif ticket.first.keys() != self._page_size.keys():
             problem = f"it has the cache groups {sorted(ticket.first)}, and this engine {sorted(self._page_size)}"
-        elif ticket.engine != self._engine:
-            return ticket
-        else:  # it has come back: what it needs is in this cache, or computed soon
+        elif ticket.engine == self._engine:  # it has come back: what it needs is in this cache, or computed soon
             self._work.append({"release": pages})
             return None
+        elif self._now() < self._shunned.get(ticket.engine, 0.0):
+            self._counts["shunned"] += 1
+            self._work.append({"release": pages})
+            return None
+        else:
+            return ticket
         self._counts["refused"] += 1
         logger.error("the pages of request %s are not read: %s", request.id, problem)
         return None
@@ -229,9 +239,18 @@ class PeerTransfer(KVTransfer):
             self.settled(self._keeping.pop(name)[0])
             self._counts["read" if tokens is None else "expired"] += 1
             return
-        count = self._fetching.pop(name)
-        self._counts["fetched" if tokens is None else "failed"] += 1
-        self._counts["fetched_tokens"] += count if tokens is None else 0
+        engine, count = self._fetching.pop(name)
+        if tokens is None:
+            self._counts["fetched"] += 1
+            self._counts["fetched_tokens"] += count
+            self._failures.pop(engine, None)
+            return
+        self._counts["failed"] += 1
+        self._failures[engine] += 1
+        if self._failures[engine] >= FAILURES:
+            self._shunned[engine] = self._now() + SHUN_S
+            logger.error("%d reads from engine %s have failed in a row; none is tried for %g s",
+                         self._failures[engine], engine, SHUN_S)
 
     def counters(self) -> Mapping[str, int]:
         return dict(self._counts)

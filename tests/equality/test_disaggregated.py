@@ -106,6 +106,7 @@ def test_a_transfer_that_fails_ends_in_recomputation(
         raise Planted("the connection was cut")
 
     monkeypatch.setattr(worker, "read", broken)
+    monkeypatch.setattr("hotswap.plugins.kv_transfer.peer.FAILURES", 1000)  # it is tried every time
     running = deploy(disaggregated(tiny, kv_transfer=wire, num_blocks=300))
     prompts = tiny.prompts()
     for prompt, output in zip(prompts, running.generate(prompts, 12), strict=True):
@@ -116,6 +117,32 @@ def test_a_transfer_that_fails_ends_in_recomputation(
     assert counts(running, "fetched")[1] == len(prompts) - failed
     assert running.seen[1]["computed"] > 11 * len(prompts)
     assert counts(running, "read")[0] == len(prompts), "the keeper hears that a reader is done, even if it failed"
+
+
+def test_an_engine_that_cannot_be_read_from_is_left_alone_for_a_while_and_then_tried_again(
+    deploy: Any, book: Any, tiny: Any, monkeypatch: Any,
+) -> None:
+    honest = TcpWorker.read
+
+    def broken(self: Any, *arguments: Any) -> None:
+        raise TimeoutError("nothing comes back")
+
+    monkeypatch.setattr(TcpWorker, "read", broken)
+    running = deploy(disaggregated(tiny, kv_transfer="tcp", num_blocks=300))
+    transfer = running.built.engines[1].engine.loop.transfers.component
+    prompts = tiny.prompts()
+    for prompt in prompts:
+        book.compare(tiny.reference, prompt, running.generate([prompt], 4)[0])
+    assert (counts(running, "failed")[1], counts(running, "shunned")[1]) == (3, len(prompts) - 3)
+    clock = transfer._now
+    monkeypatch.setattr(transfer, "_now", lambda: clock() + 31)
+    running.generate([[9, 8, 7]], 4)
+    assert (counts(running, "failed")[1], counts(running, "shunned")[1]) == (4, len(prompts) - 3)
+    monkeypatch.setattr(TcpWorker, "read", honest)
+    monkeypatch.setattr(transfer, "_now", lambda: clock() + 62)
+    running.generate([[9, 8, 6], [9, 8, 5]], 4)
+    assert counts(running, "fetched")[1] == 2
+    running.assert_clean()
 
 
 @pytest.mark.parametrize("wire", WIRES)
