@@ -323,7 +323,7 @@ def child_processes():
 
 
 @pytest.mark.slow
-def test_experts_over_two_engines_serve_whoever_has_work_for_fifty_rounds(run, book, experts):
+def test_experts_over_two_engines_serve_whoever_has_work_for_fifty_rounds(run, book, experts, child_processes):
     """Each engine has its own requests, cache and attention, and half of the experts. Requests go to engine 0 only, to
     engine 1 only, then to both; a rank without rows joins the steps of the other, so that none waits for ever."""
     engine = run(experts.config(CHUNKED, "prefix", NGRAM, 2, parallel=[{"use": "data", "replicas": 2}, "expert"]))
@@ -358,3 +358,9 @@ def test_experts_over_two_engines_serve_whoever_has_work_for_fifty_rounds(run, b
     assert all(min(rank["statistics"]["expert_load.1"]) > 0 for rank in ranks)
     weights = [rank["weight_bytes"] for rank in ranks]
     assert weights[0] == weights[1] < sum(p.numel() for p in experts.reference.model.parameters()) * 4
+    os.kill(child_processes()[0], signal.SIGKILL)
+    end = time.monotonic() + 5
+    while any(built.engine.failure is None for built in engine.built.engines):
+        assert time.monotonic() < end, "an engine goes on without experts"
+        time.sleep(0.02)
+    assert any("another engine" in built.engine.failure for built in engine.built.engines)
