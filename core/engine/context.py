@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hotswap.core.engine.forks import has_prompt, shareable
 from hotswap.core.engine.pool import RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.interfaces.kvcache import NOTHING, Fence, Grant, KVCacheManager, Match
@@ -186,8 +187,8 @@ class Context:
 
     def _forkable(self, state: RequestState) -> int:
         """How many tokens a request could share with its parent now. The last one of the prompt it computes itself."""
-        parent, shared = state.parent, state.prompt_length - 1 - self._limits.reuse_tail
-        return shared if parent is not None and parent.status is RUNNING and parent.verified >= shared > 0 else 0
+        tail = self._limits.reuse_tail
+        return shareable(state, tail) if state.parent is not None and has_prompt(state.parent, tail) else 0
 
     def _match(self, state: RequestState) -> Match:
         return self._find(state)[0]

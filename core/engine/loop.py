@@ -14,6 +14,7 @@ from hotswap.core.blame import blame
 from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Context, Limits, PlanError
 from hotswap.core.engine.drafts import DraftCounts
+from hotswap.core.engine.forks import find_parent, has_prompt
 from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs, last_words
 from hotswap.core.engine.pool import DONE, RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
 from hotswap.core.engine.transfers import Transfers
@@ -96,29 +97,8 @@ class EngineLoop:
         state = self.pool.add(request, sink, now, most)
         if self.parts.observers.active:
             self.parts.observers.notify("hotswap_request_arrived", request=state, time=now)
-        if not self._waits_for_parent(state):
+        if not (self.forks and find_parent(state, self.pool.states, self.limits.reuse_tail)):
             self._admit(state)
-
-    def _waits_for_parent(self, state: RequestState) -> bool:
-        """Whether a request can share its parent's pages once these are computed; the parent keeps it until then."""
-        request, parent = state.request, self.pool.states.get(state.request.fork_of or "")
-        if parent is None or not self.forks or self._shared_by_forks(state) <= 0 or request.continued is not None:
-            return False
-        same = parent.request.prompt_token_ids == request.prompt_token_ids
-        if not same or parent.request.cache_key != request.cache_key or state.prompt_logprobs is not None:
-            return False
-        state.parent = parent
-        if self._has_prompt(parent):
-            return False
-        parent.held.append(state)
-        return True
-
-    def _shared_by_forks(self, state: RequestState) -> int:
-        return state.prompt_length - 1 - self.limits.reuse_tail
-
-    def _has_prompt(self, state: RequestState) -> bool:
-        """Has a request computed all that its children may share?"""
-        return state.status is RUNNING and state.verified >= self._shared_by_forks(state)
 
     def _let_children_go(self, state: RequestState) -> None:
         """To the scheduler: to share what their parent has computed, or as any other where it does not run."""
@@ -291,7 +271,7 @@ class EngineLoop:
         known, computed = len(state.tokens), row.computed
         # Tokens that a stop rule cut off were computed but are not the request's: they must not become shareable.
         state.settle(computed if computed < known else known, row.lag)
-        if state.held and self._has_prompt(state):
+        if state.held and has_prompt(state, self.limits.reuse_tail):
             self._let_children_go(state)
         if state.verified >= state.commit_due:
             state.commit(self.parts.kv)
