@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.002
+ALIGNED = 64
 _HEADER = struct.Struct("<I")
 _SPANS = TypeAdapter(dict[str, tuple[int, int]])
 
@@ -83,15 +84,13 @@ class SharedMemoryWorker(PeerWorker):
 
     def read(self, ticket: Ticket, peer: RankCard, wanted: Sequence[tuple[Read, Span]]) -> None:
         path = self._path(Path(ticket.folder), ticket.key, peer.rank)
-        with self._opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-            blocks = _Blocks(memoryview(memory), peer)
-            try:
-                for read, span in wanted:
-                    pages = self.cache.groups[read.group]
-                    for layer in read.layers:
-                        put(pages, span.ids, [layer], read.first_head, read.heads, blocks.of(read, layer, span))
-            finally:
-                blocks.close()
+        with self._opened(path) as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # gone with the last tensor that reads it
+        blocks = _Blocks(memory, peer)
+        for read, span in wanted:
+            pages = self.cache.groups[read.group]
+            for layer in read.layers:
+                put(pages, span.ids, [layer], read.first_head, read.heads, blocks.of(read, layer, span))
 
     def done(self, ticket: Ticket, peers: Sequence[RankCard], all_readers: bool) -> None:
         folder = Path(ticket.folder)
@@ -113,7 +112,7 @@ class SharedMemoryWorker(PeerWorker):
             header = to_json({group: (span.first, len(span.ids)) for group, span in spans.items()})
             with torch.inference_mode(), os.fdopen(
                     os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(_HEADER.pack(len(header)) + header)
+                file.write(_HEADER.pack(len(header)) + header + bytes(_padding(len(header))))
                 for group, pages in self.cache.groups.items():
                     heads = pages.kv_heads
                     for layer in pages.layers:
@@ -146,13 +145,13 @@ class SharedMemoryWorker(PeerWorker):
 class _Blocks:
     """The blocks of one file."""
 
-    def __init__(self, memory: memoryview, peer: RankCard) -> None:
-        self._memory, self._views = memory, [memory]
+    def __init__(self, memory: mmap.mmap, peer: RankCard) -> None:
+        self._memory = memory
         (size,) = _HEADER.unpack_from(memory)
         self._spans = _SPANS.validate_json(bytes(memory[_HEADER.size : _HEADER.size + size]))
         self._peer, self._dtype = peer, getattr(torch, peer.dtype)
         self._starts: dict[tuple[str, int], int] = {}
-        place = _HEADER.size + size
+        place = _HEADER.size + size + _padding(size)
         for group, card in peer.groups.items():
             for layer in card.layers:
                 self._starts[group, layer] = place
@@ -170,23 +169,23 @@ class _Blocks:
         blocks = []
         for part in range(2):
             start = self._starts[read.group, layer] + part * size
-            view = self._memory[start : start + size]
-            self._views.append(view)
-            block = torch.frombuffer(bytearray(view), dtype=self._dtype).view(block_shape_of(card, count))
+            block = torch.frombuffer(
+                self._memory, dtype=self._dtype, count=size // self._dtype.itemsize, offset=start,
+            ).view(block_shape_of(card, count))
             block = block[skip : skip + len(span.ids)]
             if HEADS in card.axes:
                 block = block.narrow(card.axes.index(HEADS), read.first_head - card.kv_heads.start, read.heads)
             blocks.append(block)
         return blocks
 
-    def close(self) -> None:
-        """A mapping cannot be closed as long as there are views of it."""
-        for view in reversed(self._views):
-            view.release()
-
     def _bytes(self, group: str) -> int:
         shape = block_shape_of(self._peer.groups[group], self._spans[group][1])
         return math.prod(shape) * int(self._dtype.itemsize)
+
+
+def _padding(size: int) -> int:
+    """Behind a header of ``size`` bytes, so that blocks begin where tensors may."""
+    return -(_HEADER.size + size) % ALIGNED
 
 
 def _touch(path: Path) -> None:
