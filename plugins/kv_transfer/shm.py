@@ -59,6 +59,7 @@ class SharedMemoryWorker(PeerWorker):
     keepers know. What has been written never changes, so that it may be read even while it is removed."""
 
     def open(self, terms: Mapping[str, Any]) -> dict[str, Any]:
+        self._writing: set[str] = set()  # keys that have not expired before their file was written
         self._kept: dict[str, str] = {}  # key -> transfer; only of files that have been written
         self._missed: set[str] = set()
         self._lock = threading.Lock()
@@ -66,10 +67,13 @@ class SharedMemoryWorker(PeerWorker):
         return {}
 
     def keep(self, name: str, key: str, spans: Mapping[str, Span]) -> None:
+        with self._lock:
+            self._writing.add(key)
         self._pool.submit(self._write, name, key, dict(spans))
 
     def expire(self, key: str) -> None:
         with self._lock:
+            self._writing.discard(key)  # then its transfer ends with the writing, which reads the pages
             name = self._kept.pop(key, None)
         self._path(self.folder, key, self.rank).unlink(missing_ok=True)
         if name is not None:
@@ -119,12 +123,17 @@ class SharedMemoryWorker(PeerWorker):
                         for block in take(pages, spans[group].ids, [layer.layer], heads.start, heads.count):
                             file.write(block.view(-1).view(torch.uint8).numpy().tobytes())
             with self._lock:
+                if key not in self._writing:
+                    raise TimeoutError("they were to be kept no longer before they had been written")
                 draft.replace(path)
                 self._kept[key] = name
         except Exception as error:
             logger.error("pages could not be kept in %s: %s", self.folder, error)
             draft.unlink(missing_ok=True)
             self.told(name, 0)
+        finally:
+            with self._lock:
+                self._writing.discard(key)
 
     def _opened(self, path: Path) -> BinaryIO:
         """The file, which may be on its way yet. TimeoutError."""

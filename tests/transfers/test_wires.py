@@ -20,7 +20,7 @@ from hotswap.core.testing.rig import build
 from hotswap.plugins.kv_transfer.nixl import NixlWorker
 from hotswap.plugins.kv_transfer.peer import SECRET
 from hotswap.plugins.kv_transfer.peer_worker import PeerWorker
-from hotswap.plugins.kv_transfer.rank_card import LayoutMismatchError, RankCard, plan_reads
+from hotswap.plugins.kv_transfer.rank_card import LayoutMismatchError, RankCard, plan_reads, take
 from hotswap.plugins.kv_transfer.shm import SharedMemoryWorker, remove
 from hotswap.plugins.kv_transfer.tcp import TcpWorker
 
@@ -252,6 +252,28 @@ class TestShm:
         theirs.begin([{"fetch": "in", "ticket": sides.ticket("p", 1, "k1"), "cached": 4, "pages": TARGET}])
         assert reports([theirs]) == [[EndedTransfer("in", 4)]]
         assert reports([mine]) == [[EndedTransfer("out")]]
+
+    def test_pages_that_expire_before_they_are_written_are_given_up_once_they_are(
+        self, sides: Sides, monkeypatch: Any,
+    ) -> None:
+        from hotswap.plugins.kv_transfer import shm
+
+        begun, go_on = threading.Event(), threading.Event()
+
+        def slowly(*arguments: Any) -> Any:
+            begun.set()
+            assert go_on.wait(5)
+            return take(*arguments)
+
+        monkeypatch.setattr(shm, "take", slowly)
+        [mine] = sides.engine("p", [cache(AxisShard(0, HEADS, HEADS))])
+        mine.begin([{"keep": "out", "key": "k1", "pages": SOURCE}])
+        assert begun.wait(5)
+        mine.begin([{"expire": "k1"}])
+        assert reports([mine], 0.1) == [[]], "the pages are being read"
+        go_on.set()
+        assert reports([mine]) == [[EndedTransfer("out", 0)]]
+        assert not list((sides.folder / "p").glob("k1.*"))
 
 
 class TestTcp:
