@@ -211,7 +211,9 @@ def choose_executor(
             ranked.append((len(offers), name))
     if not ranked:
         raise_problems(list(dict.fromkeys(refused)))
-        raise ConfigError(f"no installed executor offers {' and '.join(needs)}, as {needs} requires.", "execution")
+        wanted = " and ".join(f"'{need}', which {path} requires" for need, path in needs.items())
+        raise ConfigError(f"no installed executor offers {wanted}; install one, or leave the strategies out.",
+                          "execution")
     name = min(ranked)[1]
     notes = [f"execution: auto chose '{name}', because it offers '{need}', which {path} requires"
              for need, path in needs.items()]

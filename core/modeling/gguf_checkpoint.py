@@ -4,6 +4,7 @@ Only what differs between the formats is here; which family a config belongs to 
 """
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hotswap.core.errors import ConfigError, ModelLoadError
@@ -75,11 +76,8 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         if field(name, head_dim) != head_dim:
             raise ConfigError(f"{file.path} has {name} {field(name)}, supported is the head size {head_dim} alone")
     window, experts = field("attention.sliding_window", None), field("expert_count", None)
-    name = ARCHITECTURES[architecture]
-    if architecture == "llama":
-        name = "MixtralForCausalLM" if experts else "MistralForCausalLM" if window else name
     config = {
-        "architectures": [name],
+        "architectures": [_class_name(architecture, window, experts)],
         "hidden_size": hidden_size,
         "intermediate_size": field("feed_forward_length"),
         "num_hidden_layers": field("block_count"),
@@ -97,14 +95,25 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "eos_token_id": _end_ids(metadata),
     }
     if experts:
-        config |= {
-            "num_local_experts": experts, "num_experts_per_tok": field("expert_used_count"),
-            "moe_intermediate_size": field("expert_feed_forward_length", config["intermediate_size"]),
-            "norm_topk_prob": field("expert_weights_norm", True),
-        }
+        config |= _experts(experts, config["intermediate_size"], field)
     if window:
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     return config
+
+
+def _class_name(architecture: str, window: int | None, experts: int | None) -> str:
+    if architecture == "llama" and (window or experts):
+        return "MixtralForCausalLM" if experts else "MistralForCausalLM"
+    return ARCHITECTURES[architecture]
+
+
+def _experts(count: int, mlp_size: int, field: Callable[..., Any]) -> dict[str, Any]:
+    """``mlp_size``: an expert's, where the file gives no other."""
+    return {
+        "num_local_experts": count, "num_experts_per_tok": field("expert_used_count"),
+        "moe_intermediate_size": field("expert_feed_forward_length", mlp_size),
+        "norm_topk_prob": field("expert_weights_norm", True),
+    }
 
 
 def tensor_sources(file: GGUFFile, config: dict[str, Any]) -> dict[str, TensorSource]:

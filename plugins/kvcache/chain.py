@@ -4,9 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from hotswap.core.interfaces.kvcache import CacheKey
-from hotswap.core.interfaces.page_keys import TOKEN_BYTES, key_digest, pack, page_digest, unpack
-
-__all__ = ["Chain", "ChainCache", "Digest", "Node", "key_digest", "pack", "page_digest", "same_history", "unpack"]
+from hotswap.core.interfaces.page_keys import TOKEN_BYTES, key_digest, pack
 
 Digest = Callable[[bytes, bytes], bytes]
 

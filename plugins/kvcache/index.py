@@ -31,14 +31,6 @@ class CachingPool(PagePool, Generic[Place]):
     def forget(self, page: int) -> None:
         """Take ``page`` out of the index; if nobody uses it, it is empty from now on."""
 
-    def reset(self) -> int:
-        """Empty the index. Returns how many of its pages nobody used."""
-        before = self.empty
-        for page in list(self.nodes):
-            if page in self.nodes:
-                self.forget(page)
-        return self.empty - before
-
     def is_indexed(self, page: int) -> bool:
         return page in self.nodes
 
@@ -116,6 +108,13 @@ class IndexedPool(CachingPool[Node]):
     def forget(self, page: int) -> None:
         self._unindex(page)
         self.empty_idle(page)
+
+    def reset(self) -> int:
+        """Empty the index. Returns how many of its pages nobody used."""
+        before = self.empty
+        for page in list(self.nodes):
+            self.forget(page)
+        return self.empty - before
 
     def _unindex(self, page: int) -> None:
         digest = self._unlist(page).digest

@@ -14,7 +14,8 @@ from hotswap.core.interfaces.kvcache import (
     KVState,
     Match,
 )
-from hotswap.plugins.kvcache.chain import Chain, ChainCache, Node, pack, page_digest, unpack
+from hotswap.core.interfaces.page_keys import pack, page_digest, unpack
+from hotswap.plugins.kvcache.chain import Chain, ChainCache, Node
 from hotswap.plugins.kvcache.index import IndexedPool
 from hotswap.plugins.kvcache.reuse import ReusingKVCache
 from hotswap.plugins.kvcache.tables import NEVER, Table

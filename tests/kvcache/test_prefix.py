@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from hotswap.core.interfaces.kvcache import CacheKey, Grant, KVCacheManager
+from hotswap.core.interfaces.page_keys import key_digest, page_digest
 from hotswap.core.interfaces.scheduler import Answer
 from hotswap.core.testing.kvcache import KEY, LONGEST, PAGE, Harness, prompt
 from hotswap.core.testing.kvcache_machine import KVCacheMachine
-from hotswap.plugins.kvcache.chain import Chain, key_digest, page_digest
+from hotswap.plugins.kvcache.chain import Chain
 from hotswap.plugins.kvcache.eviction import FirstInFirstOut
 from hotswap.plugins.kvcache.prefix import PrefixKVCache
 from hotswap.plugins.kvcache.radix import RadixKVCache
@@ -48,7 +49,8 @@ def test_a_key_is_the_sha256_of_its_parent_and_its_tokens() -> None:
 
 def test_two_fresh_interpreters_agree_on_a_key() -> None:
     program = ("from hotswap.core.interfaces.kvcache import CacheKey\n"
-               "from hotswap.plugins.kvcache.chain import Chain, page_digest\n"
+               "from hotswap.core.interfaces.page_keys import page_digest\n"
+               "from hotswap.plugins.kvcache.chain import Chain\n"
                "chain = Chain(list(range(8)), CacheKey('r', 'd', 'a', 's'), 4, page_digest)\n"
                "chain.grow(2)\n"
                "print(chain.nodes[-1].digest.hex())\n")
