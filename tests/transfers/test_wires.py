@@ -126,13 +126,16 @@ def reports(workers: Sequence[PeerWorker], seconds: float = 5.0) -> list[list[En
 SOURCE, TARGET = {"full": [0, [3, 1, 7]], "window": [1, [5, 6]]}, {"full": [0, [2, 9, 4]], "window": [1, [8, 3]]}
 
 
-def hand_over(sides: Sides, mine: list[PeerWorker], theirs: list[PeerWorker], name: str = "p") -> list[Any]:
+def hand_over(
+    sides: Sides, mine: list[PeerWorker], theirs: list[PeerWorker], name: str = "p", told_s: float = 5.0,
+) -> list[Any]:
+    """What both sides report. ``told_s``: how long the keeper may take to hear that a reader is done."""
     key = f"key{next(sides.keys)}"
     for worker in theirs:
         worker.begin([{"fetch": "in", "ticket": sides.ticket(name, len(mine), key), "cached": 4, "pages": TARGET}])
     for worker in mine:  # the reader may be sooner than the step that keeps
         worker.begin([{"keep": "out", "key": key, "pages": SOURCE}])
-    return [reports(theirs), reports(mine)]
+    return [reports(theirs), reports(mine, told_s)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -287,7 +290,7 @@ class TestTcp:
         everything = AxisShard(0, HEADS, HEADS)
         mine = sides.engine("p", [cache(everything)])
         theirs = sides.engine("d", [cache(everything, empty=True)], secret=os.urandom(32).hex())
-        assert hand_over(sides, mine, theirs) == [[[EndedTransfer("in", 4)]], [[]]]
+        assert hand_over(sides, mine, theirs, told_s=0.3) == [[[EndedTransfer("in", 4)]], [[]]]
         assert "secret" in caplog.text
 
     @pytest.mark.parametrize("answer", [
@@ -312,7 +315,7 @@ class TestTcp:
             return Channel(ours)
 
         monkeypatch.setattr(tcp, "connect", impostor)
-        assert hand_over(sides, [mine], [theirs])[0] == [[EndedTransfer("in", 4)]]
+        assert hand_over(sides, [mine], [theirs], told_s=0.2)[0] == [[EndedTransfer("in", 4)]]
         monkeypatch.setattr(tcp, "connect", honest)
         assert hand_over(sides, [mine], [theirs]) == [[[EndedTransfer("in")]], [[EndedTransfer("out")]]]
         mine.begin([{"expire": "key0"}])
