@@ -11,9 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "examples").glob("*.yaml"))
+FOR_GPUS = sorted((ROOT / "examples" / "gpu").glob("*.yaml"))
 START_TIMEOUT_S, STOP_TIMEOUT_S = 120, 60
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
@@ -60,7 +62,12 @@ def address(process):
     return match[1]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", [
+    *CONFIGS,
+    *(pytest.param(config, marks=[
+        pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ]) for config in FOR_GPUS),
+], ids=lambda path: path.stem)
 def test_it_starts_answers_and_ends(serve, config):
     process, url = serve(config)
     question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12,
@@ -74,3 +81,13 @@ def test_it_starts_answers_and_ends(serve, config):
         assert client.get("/health").status_code == 200
     process.send_signal(signal.SIGTERM)
     assert process.wait(STOP_TIMEOUT_S) == 0
+
+
+@pytest.mark.parametrize("config", FOR_GPUS, ids=lambda path: path.stem)
+def test_a_config_for_a_gpu_names_what_is_there(config):
+    """Everywhere: that its keys are valid and its parts can be built."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hotswap", "config", "check", str(config)], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    assert done.returncode == 0, done.stderr
+    assert "No problem found" in done.stdout
