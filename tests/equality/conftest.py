@@ -26,12 +26,6 @@ MAX_NEAR_TIES = 0.01
 """At most this share of the compared positions may be near ties."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--whole", action="store_true", default=False,
-        help="run every combination of parts on the real model, not only a list that covers every pair (half an hour)")
-
-
 class Counting(Observer):
     """Counts what happened, so that a run can prove that it exercised what it names."""
 
