@@ -10,7 +10,6 @@ from typing import Annotated
 from pydantic import Field
 
 from hotswap.core.engine.clock import SystemClock
-from hotswap.core.errors import EngineStoppedError, QueueFullError
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part, Requirement
 from hotswap.core.interfaces.parallel import (
     Deployment,
@@ -172,27 +171,28 @@ class Pair:
         pages, output.handoff, output.finish_reason = output.handoff, None, None
         leg.sink(output)
         continued = replace(leg.request, continued=Handoff(tuple(leg.tokens), pages))
-        if not self._goes_on(continued, leg):
+        if (problem := self._hand_on(continued, leg)) is not None:
             reason = FinishReason.ABORT if leg.aborted else FinishReason.ERROR
-            return self._end(leg, reason, "no engine is left to go on with the request")
+            return self._end(leg, reason, f"no engine is left to go on with the request: {problem}")
         if leg.aborted:  # only now, so that its pages are given up by the engine that would have read them
             self.abort(leg.request.id)
         return None
 
-    def _goes_on(self, request: Request, leg: _Leg) -> bool:
-        """At a decode engine, or at a prefill engine where none takes it."""
+    def _hand_on(self, request: Request, leg: _Leg) -> Exception | None:
+        """To a decode engine, or to a prefill engine where none takes it. Returns why nobody did, whatever was raised:
+        the client waits, and nobody else would tell it."""
         try:
             self._decode.add(request, partial(self._last, leg))
             self._handed_over += 1
-            return True
-        except (EngineStoppedError, QueueFullError) as error:
+            return None
+        except Exception as error:
             self._kept_back += 1
             logger.warning("request %s goes on without a decode engine: %s", request.id, error)
         try:
             self._prefill.add(request, partial(self._last, leg))
-            return True
-        except (EngineStoppedError, QueueFullError):
-            return False
+            return None
+        except Exception as error:
+            return error
 
     def _last(self, leg: _Leg, output: RequestOutput) -> None:
         if leg.tokens:  # what the decode engine did not compute came from the prefill engine

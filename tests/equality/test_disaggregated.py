@@ -289,13 +289,16 @@ def test_either_role_does_all_where_the_other_is_lost(deploy: Any, book: Any, ti
         assert engine.health()
 
 
-def test_a_decode_engine_that_is_full_leaves_requests_where_they_are(deploy: Any, book: Any, tiny: Any) -> None:
+@pytest.mark.parametrize("error", [QueueFullError, ZeroDivisionError], ids=["is full", "fails in a way of its own"])
+def test_a_decode_engine_that_takes_nothing_leaves_requests_where_they_are(
+    deploy: Any, book: Any, tiny: Any, error: type[Exception],
+) -> None:
     running = deploy(disaggregated(tiny))
 
-    def full(request: Any, sink: Any) -> None:
-        raise QueueFullError("planted")
+    def refuse(request: Any, sink: Any) -> None:
+        raise error("planted")
 
-    running.built.engines[1].engine.add = full
+    running.built.engines[1].engine.add = refuse
     prompts = tiny.prompts()
     for prompt, output in zip(prompts, running.generate(prompts, 12), strict=True):
         book.compare(tiny.reference, prompt, output)
