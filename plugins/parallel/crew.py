@@ -64,9 +64,7 @@ class Crew:
         try:
             return self._await(Kind.READY, timeout_s, watch=True)
         except EngineStoppedError:
-            with contextlib.suppress(Empty):
-                refusal = self._refusals.get(timeout=_LAST_WORDS_S)
-                raise ConfigError(refusal.message, refusal.path) from None
+            self._raise_refusal(_LAST_WORDS_S)
             raise
         finally:
             self._hang_up_listener()
@@ -82,17 +80,22 @@ class Crew:
             raise EngineStoppedError(self.problem)
 
     def ask(self, kind: Kind, payload: bytes, answer: Kind) -> list[Frame]:
-        """Each rank's answer. EngineStoppedError where a rank is gone, or goes."""
-        for rank in range(self._size):
-            self.send(kind, payload, rank)
-        return self._await(answer)
+        """Each rank's answer. ConfigError as a rank raised it; EngineStoppedError where a rank is gone, or goes."""
+        try:
+            for rank in range(self._size):
+                self.send(kind, payload, rank)
+            return self._await(answer)
+        except EngineStoppedError:
+            self._raise_refusal(0.0)
+            raise
 
     def stop(self, timeout_s: float) -> None:
         with self._lock:
             self.problem = self.problem or "stopped"
             channels = list(self._channels.values())
         for channel in channels:
-            with contextlib.suppress(ChannelClosedError):
+            with contextlib.suppress(OSError):  # gone already, or closed by an earlier call
+                channel.set_timeout(timeout_s)  # who reads nothing must not keep the others from being told
                 channel.send(Kind.STOP)
         self._hang_up_listener()
         self._launcher.stop(timeout_s)
@@ -100,6 +103,11 @@ class Crew:
             channel.close()
         if self.scratch is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _raise_refusal(self, wait_s: float) -> None:
+        with contextlib.suppress(Empty):
+            refusal = self._refusals.get(timeout=wait_s)
+            raise ConfigError(refusal.message, refusal.path) from None
 
     def _await(self, kind: Kind, timeout_s: float | None = None, watch: bool = False) -> list[Frame]:
         """``watch``: a process may end before it has reported, so that no channel tells of it."""

@@ -37,6 +37,8 @@ class Planted:
     def allocate(self, plan):
         if "allocate" in self.faults:
             raise MemoryError(self.faults["allocate"])
+        if "layout" in self.faults:
+            raise ConfigError(self.faults["layout"], "kv_transfer")
 
     def execute(self, message):
         self.heard += message.news

@@ -90,6 +90,13 @@ def test_a_rank_without_memory_for_its_pages_says_so(launch):
         executor.allocate(CachePlan({"full": GroupPlan(4, 4)}))
 
 
+def test_a_rank_that_refuses_the_pages_refuses_the_config(launch):
+    executor, _ = launch({"1": {"layout": "the pages lie askew"}})
+    with pytest.raises(ConfigError, match="the pages lie askew") as caught:
+        executor.allocate(CachePlan({"full": GroupPlan(4, 4)}))
+    assert caught.value.path == "kv_transfer"
+
+
 def test_ranks_that_do_not_come_in_time_are_given_up(launch):
     with pytest.raises(EngineStoppedError, match="not every rank was ready within 0.2 s"):
         launch(start_timeout_s=0.2, stop_timeout_s=0.1)

@@ -91,7 +91,7 @@ class RayLauncher(Launcher):
         try:
             self._ray.get(run)
         except Exception as error:  # whatever Ray makes of it
-            return f"ended: {str(error).strip().splitlines()[0]}"
+            return f"ended: {next(iter(str(error).strip().splitlines()), type(error).__name__)}"
         return "ended by itself"
 
     def _cluster(self) -> Any:
