@@ -135,4 +135,5 @@ class VocabHead:
         self.table.load(weights, name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mesh.gather("vocab", functional.linear(x, self.table.weight), -1).float()
+        logits = functional.linear(x, self.table.weight)
+        return self.mesh.gather("vocab", logits, -1, self.table.vocab_size).float()

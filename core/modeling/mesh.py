@@ -65,13 +65,14 @@ class Mesh:
         """The sum of ``x`` over the ranks that share ``axis``; may overwrite ``x``."""
         return x
 
-    def gather(self, axis: str, x: "torch.Tensor", dim: int) -> "torch.Tensor":
-        """The shards of ``axis`` joined along ``dim`` of ``x``, in the axis's order; ``x`` is as wide there as the part
-        that :meth:`shard` gave."""
+    def gather(self, axis: str, x: "torch.Tensor", dim: int, total: int) -> "torch.Tensor":
+        """The shards of ``axis`` joined along ``dim`` of ``x``, in the axis's order, ``total`` wide; ``x`` is as wide
+        there as the part that :meth:`shard` gave of so many."""
         return x
 
-    def dispatch(self, axis: str, routed: Routed) -> Routed:
-        """The tokens that this rank's part of ``axis`` has to work on; T may be another than before, 0 too.
+    def dispatch(self, axis: str, routed: Routed, total: int) -> Routed:
+        """The tokens that this rank's part of ``axis``, which has ``total`` indices, has to work on; T may be another
+        than before, 0 too.
 
         The identity where the ranks that share ``axis`` see the same tokens; an exchange where each has its own. A
         token may arrive with experts of other ranks beside one of this rank's: those are left out here, done there."""

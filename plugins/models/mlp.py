@@ -64,7 +64,7 @@ class MixtureOfExperts:
         scores, experts = functional.linear(x.float(), self.router).softmax(-1).topk(self.config.top_k)
         if self.config.normalised:
             scores = scores / scores.sum(-1, keepdim=True)
-        routed = self.mesh.dispatch("expert", Routed(x, experts, scores))
+        routed = self.mesh.dispatch("expert", Routed(x, experts, scores), self.config.count)
         y = self.mesh.reduce("expert_mlp", self.experts(routed.x, routed.experts, routed.weights))
         return self.mesh.combine("expert", y, routed)
 

@@ -81,7 +81,6 @@ class DistributedMesh(Mesh):
         self._before, self._after = rank - step, rank + step
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._calls: dict[str, list[int]] = {}
-        self._totals: dict[str, set[int]] = {}
 
     def place(self, device: str) -> str:
         return self.device
@@ -90,7 +89,6 @@ class DistributedMesh(Mesh):
         index = self._of_axis.get(axis)
         if index is None:
             return Shard(0, total)
-        self._totals.setdefault(axis, set()).add(total)
         return shard(self._dims[index], self._places[index], axis, total)
 
     def reduce(self, axis: str, x: torch.Tensor) -> torch.Tensor:
@@ -102,12 +100,11 @@ class DistributedMesh(Mesh):
         dist.all_reduce(x, group=self._groups[index])
         return x
 
-    def gather(self, axis: str, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def gather(self, axis: str, x: torch.Tensor, dim: int, total: int) -> torch.Tensor:
         index = self._of_axis.get(axis)
         if index is None or self._dims[index].size == 1:
             return x
         dim_of, mine = self._dims[index], x.shape[dim]
-        total = next(t for t in self._totals[axis] if shard(dim_of, self._places[index], axis, t).count == mine)
         widths = [shard(dim_of, place, axis, total).count for place in range(dim_of.size)]
         padding = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, max(widths) - mine]
         padded = functional.pad(x, padding).contiguous()
@@ -116,12 +113,11 @@ class DistributedMesh(Mesh):
         dist.all_gather(parts, padded, group=self._groups[index])
         return torch.cat([part.narrow(dim, 0, width) for part, width in zip(parts, widths, strict=True)], dim)
 
-    def dispatch(self, axis: str, routed: Routed) -> Routed:
+    def dispatch(self, axis: str, routed: Routed, total: int) -> Routed:
         if not self._exchanges(axis):
             return routed
         counted = self._counted("dispatch")
         dim = self._dims[0]
-        total = max(self._totals[axis])
         owner = torch.tensor(
             [place for place in range(dim.size) for _ in range(shard(dim, place, axis, total).count)],
             device=routed.experts.device)[routed.experts]

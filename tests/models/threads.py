@@ -35,7 +35,7 @@ class ThreadMesh(Mesh):
     def reduce(self, axis, x):
         return self._meet(axis, x, lambda parts: torch.stack(parts).sum(0))
 
-    def gather(self, axis, x, dim):
+    def gather(self, axis, x, dim, total):
         return self._meet(axis, x, lambda parts: torch.cat(parts, dim))
 
 
@@ -43,7 +43,7 @@ class ExchangeMesh(ThreadMesh):
     """Ranks that share the experts and have tokens of their own, as many as they like: each gets everybody's, since
     only what its experts add counts, and takes its own tokens out of the sum."""
 
-    def dispatch(self, axis, routed):
+    def dispatch(self, axis, routed, total):
         self.counts = self._meet(axis, len(routed.x), list)
         return Routed(*(self._meet(axis, part, torch.cat) for part in routed[:3]))
 
