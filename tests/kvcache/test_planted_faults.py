@@ -193,26 +193,12 @@ class EvictsLeavesOnly(QuietTrie):
         self._trie.leaf_below = leaf  # type: ignore[method-assign]
 
 
-class GrowsAnEdgeThatHasLostItsEnd(QuietTrie):
-    """A running request goes on behind a place that another one has taken for other tokens."""
-
-    def _adopt_plan(self, *args: Any) -> None:
-        super()._adopt_plan(*args)
-        shorten = self._trie._shorten
-
-        def unsealed(edge: Any, count: int) -> None:
-            shorten(edge, count)
-            edge.sealed = False
-        self._trie._shorten = unsealed  # type: ignore[method-assign]
-
-
 FOUND_BY_RANDOM_LIVES = [
     EvictsAnInnerPageAlone,
     EvictsHeldPages,
     EvictsLeavesOnly,
     ForkSharesThePartialPage,
     FreesBeforeTheFence,
-    GrowsAnEdgeThatHasLostItsEnd,
     LaterWithoutAFence,
     MappingSurvivesEviction,
     MatchIgnoresTheKey,

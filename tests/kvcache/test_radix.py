@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hotswap.core.errors import KVInvariantError
 from hotswap.core.interfaces.kvcache import CacheKey, Grant, KVCacheManager
 from hotswap.core.interfaces.page_keys import key_digest
 from hotswap.core.testing.kvcache import KEY, LONGEST, PAGE, Harness, prompt
@@ -155,10 +156,9 @@ def test_a_request_below_duplicates_can_have_the_whole_pool() -> None:
     assert (h.held, h.kv.usage().cached) == (10, 0)
 
 
-def test_a_place_that_was_evicted_and_taken_by_others_is_not_mistaken_for_the_old_one() -> None:
+def grow_behind_a_place_that_others_have_taken(kv: RadixKVCache) -> None:
     """A running request remembers where its pages have ended in the trie. That edge loses its end and another request
     grows it differently; the first one must not hang its next page on it."""
-    kv = RadixKVCache()
     h = harness(kv, usable=9, max_model_len=8 * PAGE)
     h.ask("first", prompt(1, 2 * PAGE))
     h.ask("second", prompt(1, 2 * PAGE))  # a duplicate: the index has the first one's pages
@@ -173,6 +173,26 @@ def test_a_place_that_was_evicted_and_taken_by_others_is_not_mistaken_for_the_ol
     kv.check()
     assert h.match([*prompt(1, 3 * PAGE), 1]).cached == 3 * PAGE
     assert h.match([*prompt(1, PAGE), *prompt(3, PAGE), *prompt(1, 3 * PAGE)[2 * PAGE:], 1]).cached <= 2 * PAGE
+
+
+def test_a_place_that_was_evicted_and_taken_by_others_is_not_mistaken_for_the_old_one() -> None:
+    grow_behind_a_place_that_others_have_taken(RadixKVCache())
+
+
+class GrowsAnEdgeThatHasLostItsEnd(RadixKVCache):
+    def _adopt_plan(self, *args: Any) -> None:
+        super()._adopt_plan(*args)
+        shorten = self._trie._shorten
+
+        def unsealed(edge: Any, count: int) -> None:
+            shorten(edge, count)
+            edge.sealed = False
+        self._trie._shorten = unsealed  # type: ignore[method-assign]
+
+
+def test_that_story_finds_an_edge_that_grows_after_it_has_lost_its_end() -> None:
+    with pytest.raises((AssertionError, KVInvariantError, KeyError)):
+        grow_behind_a_place_that_others_have_taken(GrowsAnEdgeThatHasLostItsEnd())
 
 
 def test_what_hangs_on_a_poisoned_page_goes_with_it() -> None:
