@@ -24,6 +24,11 @@ Bytes = Annotated[
 _DEVICE = re.compile(r"^(auto|[a-z]+(:[0-9]+)?)$")
 
 
+def _yaml_off(value: Any) -> Any:
+    """YAML takes a bare ``off`` for false."""
+    return "off" if value is False else value
+
+
 class Section(BaseModel):
     """Keys are exact and so are types: ``"8000"`` is no port, ``yes`` is no number."""
 
@@ -128,7 +133,7 @@ class ExecutionSection(ComponentSection):
     as many as there are."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of a worker's operators, at most 1024; by default torch's choice."""
-    graphs: Literal["auto", "full", "off"] = "auto"
+    graphs: Annotated[Literal["auto", "full", "off"], BeforeValidator(_yaml_off)] = "auto"
     """CUDA graphs of decoding and verification: auto where device, attention and model allow them, full: or refuse."""
     batch_sizes: Annotated[list[Count], Field(min_length=1)] | None = None
     """Rows for which steps are captured; by default 1, 2, 4, 8, 16, 24, 32, 48 … up to the most that can run."""

@@ -163,3 +163,9 @@ def test_the_effective_config_is_json():
 
 def test_a_wildcard_origin_is_refused():
     assert "every website" in refusal(server={"cors_origins": ["*"]})
+
+
+def test_a_bare_off_is_off_although_yaml_takes_it_for_false(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: m\nexecution: {graphs: off}\n")
+    assert load_config(path, environ={}).config.execution.graphs == "off"
