@@ -15,6 +15,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "examples").glob("*.yaml"))
+FOR_CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.yaml"))
 FOR_GPUS = sorted((ROOT / "examples" / "gpu").glob("*.yaml"))
 START_TIMEOUT_S, STOP_TIMEOUT_S = 120, 60
 
@@ -83,8 +84,8 @@ def test_it_starts_answers_and_ends(serve, config):
     assert process.wait(STOP_TIMEOUT_S) == 0
 
 
-@pytest.mark.parametrize("config", FOR_GPUS, ids=lambda path: path.stem)
-def test_a_config_for_a_gpu_names_what_is_there(config):
+@pytest.mark.parametrize("config", [*FOR_GPUS, *FOR_CLUSTERS], ids=lambda path: path.stem)
+def test_a_config_for_other_machines_names_what_is_there(config):
     """Everywhere: that its keys are valid and its parts can be built."""
     done = subprocess.run(
         [sys.executable, "-m", "hotswap", "config", "check", str(config)], capture_output=True, text=True, timeout=60,
