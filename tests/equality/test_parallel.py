@@ -2,6 +2,7 @@
 switched on, and collectives as often and as large as the count on paper says."""
 
 import contextlib
+import json
 import os
 import queue
 import random
@@ -184,40 +185,31 @@ def test_a_seed_gives_the_same_tokens_on_any_number_of_ranks(run, tiny, parallel
 
 
 @pytest.mark.slow
-def test_eight_equal_decodes_over_two_stages_are_four_rows_a_step_and_two_steps_in_flight(run, tiny):
-    """GPipe's schedule, by a row limit and a depth alone: read from the decisions."""
-    from hotswap.core.hooks import Observer, hookimpl
-
-    class Decisions(Observer):
-        def __init__(self):
-            super().__init__()
-            self.widths, self.order = [], []
-
-        @hookimpl
-        def hotswap_step_planned(self, message):
-            self.widths.append([row.n_tokens for row in message.rows])
-            self.order.append(("planned", message.step_id))
-
-        @hookimpl
-        def hotswap_step_finished(self, verdict):
-            self.order.append(("finished", verdict.step_id))
-
+def test_eight_equal_decodes_over_two_stages_are_four_rows_a_step_and_two_steps_in_flight(run, tiny, tmp_path):
+    """GPipe's schedule, by a row limit and a depth alone: read from the decision log."""
+    path = tmp_path / "decisions.jsonl"
     config = tiny.config(
         {"use": "chunked", "max_running": 8}, "prefix", "none", 1, parallel=[{"use": "pipeline", "size": 2}],
-        num_blocks=200)
+        num_blocks=200, observers=[{"use": "decision_log", "path": str(path)}])
     del config["execution"]["depth"]
-    engine, decisions = run(config), Decisions()
-    engine.built.components.add(decisions)
+    engine = run(config)
     engine.generate([tiny.prompt(5, random.Random(seed)) for seed in range(8)], 20)
-    decodes = [widths for widths in decisions.widths if set(widths) == {1}]
+    engine.built.engine.stop()
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [event["n"] for event in events] == list(range(len(events))) and events[-1]["event"] == "end"
+    widths, in_flight, depths = [], [], []
+    for event in events:
+        if event["event"] == "step":
+            widths.append([n_tokens for _, n_tokens, *_ in event["rows"]])
+            in_flight.append(event["step"])
+            depths.append(len(in_flight))
+        elif event["event"] == "verdict":
+            assert event["step"] == in_flight.pop(0), "steps end in the order in which they began"
+    decodes = [step for step in widths if set(step) == {1}]
     assert len(decodes) >= 30
-    assert [len(widths) for widths in decodes].count(4) >= 0.9 * len(decodes)
-    in_flight, most = 0, []
-    for event, _ in decisions.order:
-        in_flight += 1 if event == "planned" else -1
-        most.append(in_flight)
-    assert max(most) == 2
-    assert most.count(2) >= 0.8 * len(decodes)
+    assert [len(step) for step in decodes].count(4) >= 0.9 * len(decodes)
+    assert max(depths) == 2
+    assert depths.count(2) >= 0.8 * len(decodes)
     assert engine.built.engine.loop.max_depth_seen == 2
 
 
