@@ -5,7 +5,7 @@ and gets a factory for each; a factory may start another deployment, since the r
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -77,6 +77,7 @@ class Assembly:
         self._shared: dict[str, WorkerBuilder] = {}  # by device
         self._lock, self._meeting = threading.Lock(), Meeting()
         self._start = self._prepare(resolved.config, "", parts)
+        check_span({name: plan.ranks for name, plan in self._plans.items()})
 
     def start(self) -> EngineClient:
         """Load everything and start the loops. ConfigError; then nothing runs any more."""
@@ -209,6 +210,16 @@ def rank_plan(parts: Components, facts: ModelFacts) -> RankPlan:
             except ConfigError as error:
                 raise ConfigError(error.message, join(path, error.path) if error.path else path) from error
     return plan
+
+
+def check_span(plans: Mapping[str, RankPlan]) -> None:
+    """A strategy that spans engines spans all of a process: those that take part would wait for one that does not."""
+    spanning = {name: plan.across for name, plan in plans.items() if plan.across is not None}
+    if left := [name for name in plans if name not in spanning]:
+        for name, across in spanning.items():
+            raise ConfigError(
+                f"{across.strategy} spreads engine {name!r} over all engines, but {', '.join(map(repr, left))} does "
+                "without; name it for every role, or for none", "parallel")
 
 
 def build_model(config: Config, registry: Registry, checkpoint: "Checkpoint") -> Model:

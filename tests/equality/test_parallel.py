@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hotswap.core.errors import ConfigError
 from hotswap.core.request import Request, SamplingParams
 
 CHUNKED = {"use": "chunked", "max_chunk": 7}
@@ -312,6 +313,12 @@ def child_processes():
         return found
 
     return find
+
+
+def test_experts_over_some_of_the_engines_are_refused_before_anything_starts(run, experts):
+    parallel = [{"use": "disaggregated", "decode": 2, "decode_parallel": ["expert"]}]
+    with pytest.raises(ConfigError, match=r"'decode0' over all engines, but 'prefill0' does without"):
+        run(experts.config(CHUNKED, "prefix", {"use": "none"}, 1, parallel=parallel, kv_transfer="shm"))
 
 
 @pytest.mark.slow
