@@ -16,7 +16,7 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentRef
-from hotswap.core.interfaces.kv_transfer import KVTransfer
+from hotswap.core.interfaces.kv_transfer import HANDOFF, KVTransfer
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.parallel import Deployment, Executor
 from hotswap.core.interfaces.scheduler import Scheduler
@@ -104,6 +104,7 @@ def check_config(config: Config, registry: Registry) -> Components:
         problems += _drafts(config, components.speculator.needs().lookahead)
     if "attention" in built:
         problems += _not_taken(config, components.attention)
+    notes += _idle_transfer(components)
     batch, batch_notes = _batch(config)
     raise_problems(problems + batch)
     return replace(components, notes=(*notes, *batch_notes))
@@ -279,6 +280,16 @@ def _twice(components: Components) -> list[Problem]:
             problems.append(Problem(path, f"'{component.name}' is listed twice."))
         seen.add(place)
     return problems
+
+
+def _idle_transfer(components: Components) -> list[str]:
+    """No error: what it costs is little, and a plugin's transfer may do other things, too."""
+    offering = [(path, part) for path, part in components.walk() if HANDOFF in part.describe().offers]
+    wanted = any(
+        need.capability == HANDOFF for _, part in components.walk() for need in part.describe().requires)
+    return [] if wanted else [
+        f"{path}: no deployment in parallel hands requests over, so that {part.label} will carry nothing to another "
+        "engine; add one that does, or leave it out" for path, part in offering]
 
 
 def _files(config: Config) -> list[Problem]:

@@ -264,4 +264,5 @@ class TransferWorker(ABC):
         empty, so that it may wait so long for one to end."""
 
     def close(self) -> None:  # noqa: B027
-        """The worker ends: end threads, close connections, give memory back."""
+        """The worker ends: end threads, close connections, give memory back. Also where ``register`` has failed, or was
+        never called, since the start failed before it."""

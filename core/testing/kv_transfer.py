@@ -242,6 +242,10 @@ class KVTransferSuite:
             OnDemand(build("scheduler", "chunked")), page_size=PAGE, transfer=self.make(**options),
             wrap_transfer=(lambda worker: self.late_worker(worker, rng)) if late else lambda worker: worker, **settings)
 
+    def test_a_worker_half_that_was_never_registered_can_be_closed(self) -> None:
+        """As where an engine's start fails before its pages have been divided."""
+        self.make().worker().close()
+
     # ------------------------------------------------------------------ random traffic
 
     def test_random_traffic_reads_only_what_it_wrote_and_gives_everything_back(self) -> None:

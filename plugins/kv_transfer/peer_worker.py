@@ -35,6 +35,9 @@ class PeerWorker(TransferWorker):
     """A rank is found by its card, a file in its engine's folder. What a reader cannot have, for whatever reason, is
     reported as a transfer that failed; the keeper hears that a reader is done in either case."""
 
+    def __init__(self) -> None:
+        self._closing = contextlib.ExitStack()
+
     def register(self, cache: CachePages, terms: Any) -> None:
         self.cache, self.rank = cache, secrets.token_hex(4)
         self.folder, self.readers = Path(terms["folder"]), int(terms["ranks"])
@@ -42,9 +45,13 @@ class PeerWorker(TransferWorker):
         self._ended: SimpleQueue[EndedTransfer] = SimpleQueue()
         self._known: dict[str, list[RankCard]] = {}
         self._pool = ThreadPoolExecutor(READERS, "hotswap-kv")
-        self.card = RankCard.of(cache, terms["engine"], self.rank, terms["model"], self.open(terms))
-        self._file = self.folder / f"{self.rank}.card"
-        write_private(self._file, self.card.text())
+        address = self.open(terms)
+        file = self.folder / f"{self.rank}.card"
+        self._closing.callback(file.unlink, missing_ok=True)
+        self._closing.callback(self.shut)
+        self._closing.callback(self._pool.shutdown, wait=False, cancel_futures=True)
+        self.card = RankCard.of(cache, terms["engine"], self.rank, terms["model"], address)
+        write_private(file, self.card.text())
 
     def begin(self, message: Any) -> None:
         if self.cache.device.startswith("cuda"):  # what is kept must have been written, and by another stream
@@ -72,9 +79,8 @@ class PeerWorker(TransferWorker):
         return ended
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self.shut()
-        self._file.unlink(missing_ok=True)
+        """Ends as much as has begun: an engine that could not start was perhaps never registered."""
+        self._closing.close()
 
     def told(self, name: str, tokens: int | None = None) -> None:
         """Report a transfer's end; from any thread."""

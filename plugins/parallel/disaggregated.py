@@ -21,7 +21,7 @@ from hotswap.core.interfaces.parallel import (
     Role,
 )
 from hotswap.core.request import FinishReason, Handoff, OutputSink, Request, RequestOutput
-from hotswap.plugins.parallel.fleet import Fleet
+from hotswap.plugins.parallel.fleet import Fleet, summed
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ class Pair:
         self._lock = threading.Lock()
         self._legs: dict[str, _Leg] = {}
         self._handed_over = self._kept_back = 0
+        prefill.stand_in = partial(self._alive, decode, DECODE)
+        decode.stand_in = partial(self._alive, prefill, PREFILL)
 
     def add(self, request: Request, sink: OutputSink) -> None:
         leg = _Leg(request, sink)
@@ -126,10 +128,9 @@ class Pair:
     def loads(self) -> Loads:
         first, second = self._prefill.loads(), self._decode.loads()
         counts = {"handed_over": self._handed_over, "kept_back": self._kept_back}
-        misrouted = first.extra["misrouted"] + second.extra["misrouted"]
         return Loads(
             first.running + second.running, first.waiting + second.waiting, max(first.kv_usage, second.kv_usage),
-            len(self._legs), {"misrouted": misrouted, **counts})
+            len(self._legs), summed([counts, first.extra, second.extra]))
 
     def engines(self) -> Sequence[EngineStatus]:
         return [*self._prefill.engines(), *self._decode.engines()]
@@ -161,6 +162,11 @@ class Pair:
     def stop(self) -> None:
         self._prefill.stop()
         self._decode.stop()
+
+    @staticmethod
+    def _alive(role: Fleet, name: str) -> str | None:
+        """What the log says of a role that is left alone."""
+        return f"the {name} engines now do both, prefill and decode" if role.failure is None else None
 
     def _first(self, leg: _Leg, output: RequestOutput) -> None:
         """From the prefill engine, on its loop's thread."""

@@ -2,10 +2,12 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from hotswap.core.blame import blame
 from hotswap.core.errors import EngineStoppedError, QueueFullError
@@ -48,6 +50,8 @@ class Fleet:
         self._dispatched = [0] * len(members)
         self._lost: set[int] = set()
         self._misrouted = 0
+        self.stand_in: Callable[[], str | None] = lambda: None
+        """What the log says of others who do the work when all engines have ended; set by who has such."""
         if router.reads_events:
             for number, client in enumerate(self._clients):
                 client.watch(partial(self._observe, number))
@@ -95,11 +99,13 @@ class Fleet:
             self._clients[engine].abort(request_id)
 
     def loads(self) -> Loads:
-        reports = [client.loads() for number, client in enumerate(self._clients) if number not in self._ended()]
+        ended, every = self._ended(), [client.loads() for client in self._clients]
+        reports = [report for number, report in enumerate(every) if number not in ended]
+        counts = summed([{"misrouted": self._misrouted}, *(report.extra for report in every)])  # which never go back
         usage = sum(report.kv_usage for report in reports) / max(1, len(reports))
         return Loads(
             sum(report.running for report in reports), sum(report.waiting for report in reports), usage,
-            len(self._routes), {"misrouted": self._misrouted})
+            len(self._routes), counts)
 
     def engines(self) -> Sequence[EngineStatus]:
         found: list[EngineStatus] = []
@@ -216,15 +222,27 @@ class Fleet:
     def _ended(self) -> set[int]:
         """Engines that will not serve again; each is reported once."""
         ended = {number for number, client in enumerate(self._clients) if client.failure is not None}
-        for number in ended - self._lost:
-            logger.error("engine %s is lost, %d of %d serve on: %s", self._factories[number].name,
-                         len(self._clients) - len(ended), len(self._clients), self._clients[number].failure)
-        self._lost |= ended
+        lost, self._lost = ended - self._lost, self._lost | ended  # before asking others, who may ask back
+        if lost:
+            left, total = len(self._clients) - len(ended), len(self._clients)
+            after = (None if left else self.stand_in()) or f"{left} of {total} serve on"
+            for number in lost:
+                logger.error(
+                    "engine %s is lost, %s: %s", self._factories[number].name, after, self._clients[number].failure)
         return ended
 
     def _told(self, problems: Sequence[str | None]) -> str:
         return "; ".join(
             f"engine {factory.name}: {problem}" for factory, problem in zip(self._factories, problems, strict=True))
+
+
+def summed(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What deployments count, by name, over those that are within one another. What is no number (an engine's drafts,
+    its worker's events) stays with its engine, where :meth:`Fleet.engines` shows it."""
+    counts: Counter[str] = Counter()
+    for extra in extras:
+        counts.update({name: value for name, value in extra.items() if type(value) is int})
+    return dict(counts)
 
 
 def _side_by_side(calls: Sequence[Callable[[], None]]) -> None:

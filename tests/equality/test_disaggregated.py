@@ -74,6 +74,20 @@ def test_the_decode_engine_computes_nothing_twice(deploy: Any, tiny: Any, wire: 
     assert sum(counts(running, "fetched_tokens")) - brought < brought, "what it has already is not read again"
 
 
+def test_metrics_tell_of_each_engine_what_its_transfer_counts(deploy: Any, tiny: Any) -> None:
+    running = deploy(disaggregated(tiny, num_blocks=300, observers=["metrics"]))
+    prompts = tiny.prompts()
+    running.generate(prompts, 4)
+    running.assert_clean()
+    for number, event in enumerate(("read", "fetched")):
+        [metrics] = [part for part in running.built.engines[number].components if part.label == "observer:metrics"]
+        samples = {
+            sample.labels["event"]: sample.value for family in metrics.families() for sample in family.samples
+            if sample.name == "hotswap:kv_transfer_total"}
+        assert samples == running.built.engines[number].engine.loop.transfers.counters()
+        assert samples[event] == len(prompts)
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_window_and_pages_that_have_left_it(deploy: Any, run: Any, windowed: Any, wire: str) -> None:
     """Of a sliding-window group the prefill engine has only the last pages; they are enough."""
@@ -272,9 +286,10 @@ def test_text_goes_on_within_a_character_and_a_stop_string_is_found_across_the_e
     assert detokenizer.finished == 0, "the first engine flushes nothing"
 
 
-def test_either_role_does_all_where_the_other_is_lost(deploy: Any, book: Any, tiny: Any) -> None:
+def test_either_role_does_all_where_the_other_is_lost(deploy: Any, book: Any, tiny: Any, caplog: Any) -> None:
     prompts = tiny.prompts()
-    for lost in (1, 0):
+    for lost, name, other in ((1, "decode0", "prefill"), (0, "prefill0", "decode")):
+        caplog.clear()
         running = deploy(disaggregated(tiny, kv_transfer={"use": "shm", "hold_s": 0.5}))
         engine = running.built.engine
         boxes = running.submit(prompts, 60)
@@ -284,9 +299,13 @@ def test_either_role_does_all_where_the_other_is_lost(deploy: Any, book: Any, ti
         assert (engine.health(), engine.failure) == (None, None)
         for prompt, output in zip(prompts, running.generate(prompts, 12), strict=True):
             book.compare(tiny.reference, prompt, output)
+        told = f"engine {name} is lost, the {other} engines now do both, prefill and decode: "
+        assert caplog.text.count(told) == 1
         running.lose(1 - lost)
         assert engine.failure
         assert engine.health()
+        assert caplog.text.count("now do both") == 1, "nobody is left to do so"
+        assert caplog.text.count(f"engine {other}0 is lost, 0 of 1 serve on: ") == 1
 
 
 @pytest.mark.parametrize("error", [QueueFullError, ZeroDivisionError], ids=["is full", "fails in a way of its own"])
@@ -332,6 +351,24 @@ def test_deployments_of_pairs_and_pairs_of_deployments(deploy: Any, book: Any, t
             book.compare(tiny.reference, prompt, output)
         running.assert_clean()
         assert sum(seen["handoff"] for seen in running.seen) == len(prompts)
+        counted = {"handed_over": len(prompts), "kept_back": 0, "misrouted": 0}
+        assert running.built.engine.loads().extra == counted, "of all pairs, or of the pair of all"
+
+
+def test_a_start_that_fails_before_the_transfer_tells_only_why_and_leaves_nothing(
+    deploy: Any, tiny: Any, tmp_path: Path, monkeypatch: Any,
+) -> None:
+    """A worker thread that ends with an exception is a warning, and here an error."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("hotswap.plugins.kv_transfer.shm.SHARED_MEMORY", tmp_path)
+    threads = set(threading.enumerate())
+    for wire in WIRES:
+        with pytest.raises(ConfigError, match="one request of max_model_len"):
+            deploy(disaggregated(tiny, kv_transfer=wire, num_blocks=4))
+        assert not list(tmp_path.iterdir())
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)
+        assert not thread.is_alive(), thread.name
 
 
 def test_without_a_transfer_that_hands_over_it_is_refused(deploy: Any, tiny: Any) -> None:

@@ -16,6 +16,7 @@ PARTS = """
     from hotswap.core.hooks import Observer
     from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport
     from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part, Requirement
+    from hotswap.core.interfaces.kv_transfer import KVTransfer
     from hotswap.core.interfaces.kvcache import KVCacheManager
     from hotswap.core.interfaces.logits import LogitsProcessor
     from hotswap.core.interfaces.parallel import Deployment, Executor, Role, ShardStrategy
@@ -50,6 +51,9 @@ PARTS = """
     FakeProcessor = concrete(LogitsProcessor)
     FakeShard = concrete(ShardStrategy)
     FakeDeployment = concrete(Deployment, roles=lambda self: ())
+    Carrier = concrete(KVTransfer, describe=describes(offers=frozenset({"reuse", "handoff"})))
+    HandingOver = concrete(Deployment, roles=lambda self: (), describe=describes(
+        requires=(Requirement("kv_transfer", "handoff", "it hands over", "kv_transfer.use"),)))
 
     class Sides(ComponentOptions):
         left: list[ComponentRef] = []
@@ -64,10 +68,12 @@ POINTS: dict[str, dict[str, str]] = {
     "hotswap.kvcache": {"fake": "parts:FakeKV", "forkable": "parts:ForkKV"},
     "hotswap.attention": {"fake": "parts:Anywhere", "chip": "parts:ForChip"},
     "hotswap.speculator": {"fake": "parts:FakeSpeculator"},
+    "hotswap.kv_transfer": {"carrier": "parts:Carrier"},
     "hotswap.executor": {"fake": "parts:FakeExecutor"},
     "hotswap.logits_processor": {"fake": "parts:FakeProcessor", "second": "parts:FakeProcessor"},
     "hotswap.shard": {"fake": "parts:FakeShard"},
-    "hotswap.deployment": {"copies": "parts:FakeDeployment", "roles": "parts:WithRoles"},
+    "hotswap.deployment": {
+        "copies": "parts:FakeDeployment", "roles": "parts:WithRoles", "handing": "parts:HandingOver"},
     "hotswap.observer": {"fake": "parts:FakeObserver"},
 }
 BASE: dict[str, Any] = {

@@ -107,6 +107,15 @@ def test_a_step_too_small_for_a_token_of_every_running_request_is_refused_where_
     assert "take turns" in check(scheduler=small, max_model_len=16).notes[0]
 
 
+def test_a_transfer_between_engines_that_nobody_hands_requests_to_is_noted(check):
+    for parallel in ([], ["copies"], ["fake"]):
+        [note] = check(kv_transfer="carrier", parallel=parallel).notes
+        assert note.startswith("kv_transfer: no deployment in parallel hands requests over, so that kv_transfer:")
+    for parallel in (["handing"], ["copies", "handing"]):
+        assert check(kv_transfer="carrier", parallel=parallel).notes == ()
+    assert check(kv_transfer="host", kvcache="prefix").notes == ()
+
+
 def test_auto_takes_the_attention_made_for_the_device_else_a_general_one_and_says_why(check):
     registry = Registry()
 

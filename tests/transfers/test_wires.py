@@ -111,6 +111,31 @@ def sides(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sides]:
     assert not left, left
 
 
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_worker_half_that_was_never_registered_can_be_closed(wire: str) -> None:
+    WIRES[wire]().close()
+
+
+def test_a_registration_that_fails_half_way_is_taken_back(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixture sees threads and files that are left."""
+    ended: list[PeerWorker] = []
+    honest = WIRES[sides.wire].shut
+    monkeypatch.setattr(WIRES[sides.wire], "shut", lambda self: (ended.append(self), honest(self)))
+
+    def full(path: Path, text: str) -> None:
+        path.write_text(text[:10])
+        raise OSError("no space is left")
+
+    monkeypatch.setattr("hotswap.plugins.kv_transfer.peer_worker.write_private", full)
+    worker = WIRES[sides.wire]()
+    sides.workers.append(worker)
+    monkeypatch.setitem(WIRES, sides.wire, lambda: worker)
+    with pytest.raises(OSError, match="no space is left"):
+        sides.engine("p", [cache(AxisShard(0, HEADS, HEADS))])
+    worker.close()
+    assert ended == [worker]
+
+
 def reports(workers: Sequence[PeerWorker], seconds: float = 5.0) -> list[list[EndedTransfer]]:
     """The next report of each worker that has one to make."""
     found = []
