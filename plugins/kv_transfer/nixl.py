@@ -3,6 +3,7 @@
 import base64
 import importlib
 import importlib.util
+import logging
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +19,13 @@ from hotswap.plugins.kv_transfer.peer_worker import Span
 from hotswap.plugins.kv_transfer.rank_card import HEADS, GroupCard, RankCard, Read
 from hotswap.plugins.kv_transfer.tcp import TcpTransfer, TcpWorker, Wanted, ask
 
+logger = logging.getLogger(__name__)
+
 PACKAGES = ("nixl", "nixl_cu12")
 POLL_S = 0.0005
 ADDRESS = np.int64
+_HELD: list[Any] = []
+"""Agents, and the caches into which they may write until the process ends."""
 
 
 class NixlTransfer(TcpTransfer):
@@ -44,7 +49,8 @@ class NixlTransfer(TcpTransfer):
 
 
 class NixlWorker(TcpWorker):
-    """The cache's tensors are registered once. An agent is not safe for threads, and has a lock."""
+    """The cache's tensors are registered once. An agent is not safe for threads, and has a lock. A read is over when
+    NIXL says so, and nothing else ends one: UCX takes a request back without stopping what writes into the pages."""
 
     def open(self, terms: Mapping[str, Any]) -> dict[str, Any]:
         api = importlib.import_module(f"{next(filter(importlib.util.find_spec, PACKAGES))}._api")
@@ -52,7 +58,8 @@ class NixlWorker(TcpWorker):
             tensor for group in self.cache.groups.values() for layer in group.layers for tensor in layer.tensors]
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ConfigError("the attention backend's pages do not lie in one piece, which NIXL needs", "kv_transfer")
-        self._agents, self._pause = threading.Lock(), threading.Event()
+        self._agents, self._given_up = threading.Condition(), threading.Event()
+        self._under_way: set[Any] = set()  # handles
         self._memory = "VRAM" if self.cache.device.startswith("cuda") else "DRAM"
         self._device = max(0, tensors[0].get_device())
         self._agent = api.nixl_agent(f"hotswap-{self.rank}", api.nixl_agent_config(backends=["UCX"]))
@@ -87,9 +94,15 @@ class NixlWorker(TcpWorker):
     def shut(self) -> None:
         super().shut()
         with self._agents:
-            registered, self._registered = self._registered, None
-            if registered is not None:
+            registered, self._registered = self._registered, None  # from here on no read begins
+            if registered is None:
+                return
+            if self._agents.wait_for(lambda: not self._under_way, self.timeout_s):
                 self._agent.deregister_memory(registered)
+            else:
+                logger.error("rank %s closes while NIXL still reads into its cache, which stays in memory", self.rank)
+                _HELD.append((self._agent, registered, self.cache, set(self._under_way)))
+                self._given_up.set()
 
     def _copy(self, peer: RankCard, located: Sequence[tuple[Read, Span, Sequence[int]]]) -> None:
         theirs = peer.address["nixl"]
@@ -108,6 +121,8 @@ class NixlWorker(TcpWorker):
 
     def _run(self, peer: RankCard, mine: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]", memory: str) -> None:
         with self._agents:
+            if self._registered is None:
+                raise ChannelClosedError("the cache is closed")
             if peer.rank not in self._remote:
                 metadata = base64.b64decode(peer.address["nixl"]["metadata"])
                 name = self._agent.add_remote_agent(metadata)
@@ -116,18 +131,29 @@ class NixlWorker(TcpWorker):
                 "READ", self._agent.get_xfer_descs(mine, self._memory), self._agent.get_xfer_descs(other, memory),
                 self._remote[peer.rank])
             state = self._agent.transfer(handle)
+            self._under_way.add(handle)
         try:
-            for _ in range(int(self.timeout_s / POLL_S)):
-                if state != "PROC":
-                    break
-                self._pause.wait(POLL_S)
-                with self._agents:
-                    state = self._agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise ChannelClosedError(f"NIXL could not read from {peer.label}: {state}")
+            state = self._end(peer, handle, state)
         finally:
             with self._agents:
-                self._agent.release_xfer_handle(handle)
+                if not self._given_up.is_set():
+                    self._agent.release_xfer_handle(handle)
+                self._under_way.discard(handle)
+                self._agents.notify_all()
+        if state != "DONE":
+            raise ChannelClosedError(f"NIXL could not read from {peer.label}: {state}")
+
+    def _end(self, peer: RankCard, handle: Any, state: str) -> str:
+        """How the transfer ends, however long that takes: until then the pages are not free."""
+        polls = 0
+        while state == "PROC" and not self._given_up.wait(POLL_S):
+            with self._agents:
+                state = self._agent.check_xfer_state(handle)
+            polls += 1
+            if polls == int(self.timeout_s / POLL_S):
+                logger.warning("NIXL reads from %s for more than %g s; the pages are held until it has ended",
+                               peer.label, self.timeout_s)
+        return state
 
 
 class Pieces:

@@ -355,6 +355,68 @@ class TestTcp:
         assert reports([theirs]) == [[EndedTransfer("in", 4)]]
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("nixl_cu12"), reason="needs the extra nixl")
+class TestNixl:
+    """A transfer that NIXL calls unfinished (PROC) may still write into the pages."""
+
+    @pytest.fixture
+    def slow(self, tmp_path: Path, monkeypatch: Any) -> Iterator[tuple[PeerWorker, PeerWorker, threading.Event]]:
+        """Keeper and reader, whose transfer is under way until the event."""
+        sides, ended, begun = Sides(tmp_path, "nixl"), threading.Event(), threading.Event()
+        everything = AxisShard(0, HEADS, HEADS)
+        [mine], [theirs] = sides.engine("p", [cache(everything)]), sides.engine("d", [cache(everything, empty=True)])
+        agent: Any = theirs._agent  # type: ignore[attr-defined]
+        check, transfer = agent.check_xfer_state, agent.transfer
+
+        def start(handle: Any) -> str:
+            transfer(handle)
+            begun.set()
+            return "PROC"
+
+        monkeypatch.setattr(agent, "transfer", start)
+        monkeypatch.setattr(agent, "check_xfer_state", lambda one: check(one) if ended.is_set() else "PROC")
+        theirs.begin([{"fetch": "in", "ticket": sides.ticket("p", 1, "k1"), "cached": 4, "pages": TARGET}])
+        mine.begin([{"keep": "out", "key": "k1", "pages": SOURCE}])
+        assert begun.wait(5)
+        yield mine, theirs, ended
+        ended.set()
+        sides.close()
+
+    def test_a_read_is_reported_when_it_has_ended_and_not_when_its_time_is_over(self, slow: Any, caplog: Any) -> None:
+        _, theirs, ended = slow
+        for _ in range(100):
+            assert reports([theirs], 0.1) == [[]]
+            if "the pages are held" in caplog.text:
+                break
+        assert "the pages are held" in caplog.text
+        ended.set()
+        assert reports([theirs]) == [[EndedTransfer("in")]]
+
+    def test_memory_that_is_read_into_stays_registered(self, slow: Any, monkeypatch: Any) -> None:
+        _, theirs, ended = slow
+        deregister, seen = theirs._agent.deregister_memory, []
+        monkeypatch.setattr(theirs._agent, "deregister_memory", lambda memory: (
+            seen.append(ended.is_set()), deregister(memory)))
+        closing = threading.Thread(target=theirs.close)
+        closing.start()
+        closing.join(0.1)
+        ended.set()
+        closing.join(5)
+        assert seen == [True]
+
+    def test_a_read_that_never_ends_delays_a_close_but_does_not_hang_it(
+        self, slow: Any, monkeypatch: Any, caplog: Any,
+    ) -> None:
+        _, theirs, _ = slow
+        seen: list[Any] = []
+        for name in ("deregister_memory", "release_xfer_handle"):
+            monkeypatch.setattr(theirs._agent, name, seen.append)
+        theirs.close()
+        theirs._pool.shutdown(wait=True)
+        assert not seen
+        assert "stays in memory" in caplog.text
+
+
 def test_without_the_package_the_message_names_the_extra(monkeypatch: Any) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"nixl-cu12 is not installed; install hotswap\[nixl\]"):
