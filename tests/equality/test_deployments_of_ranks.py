@@ -25,15 +25,16 @@ def held_in_shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("hotswap-kv-*")}
 
 
-@pytest.mark.parametrize(("wire", "prefill", "decode", "ranks"), [
-    ("tcp", [], [], (1, 1)), ("shm", [], [TENSOR], (1, 2)), ("tcp", [TENSOR], [], (2, 1)),
-], ids=["tcp between two processes", "shm from one rank to two", "tcp from two ranks to one"])
+@pytest.mark.parametrize(("wire", "prefill", "decode", "inner", "ranks"), [
+    ("tcp", [], [], [], (1, 1)), ("shm", [], [TENSOR], [], (1, 2)), ("tcp", [TENSOR], [], [], (2, 1)),
+    ("shm", None, None, [TENSOR], (2, 2)),
+], ids=["tcp between two processes", "shm from one rank to two", "tcp from two ranks to one", "shm, all over tensor2"])
 def test_pages_travel_between_processes_and_tensor_sizes(
-    deploy: Any, book: Any, tiny: Any, wire: str, prefill: Any, decode: Any, ranks: tuple[int, int],
+    deploy: Any, book: Any, tiny: Any, wire: str, prefill: Any, decode: Any, inner: Any, ranks: tuple[int, int],
 ) -> None:
     before = held_in_shared_memory()
     config = tiny.config("chunked", "prefix", "none", 2, num_blocks=300, parallel=[
-        {"use": "disaggregated", "prefill_parallel": prefill, "decode_parallel": decode}])
+        {"use": "disaggregated", "prefill_parallel": prefill, "decode_parallel": decode}, *inner])
     config["kv_transfer"] = {"use": wire, "hold_s": 2}
     config["execution"]["use"] = "processes"
     running = deploy(config)
