@@ -212,11 +212,6 @@ class Executor(Component):
     def done(self, ticket: Ticket) -> bool:
         """Whether ``collect`` would return at once."""
 
-    def agree(self, local: Any) -> Any:
-        """The value that all engine loops in lock-step agree on; the identity where there is one. Core runs one loop
-        yet and does not call it."""
-        return local
-
     @abstractmethod
     def health(self) -> str | None:
         """None when well, else what is wrong."""
