@@ -56,6 +56,12 @@ class Parts:
     executor: Executor
     observers: Observers
 
+    @property
+    def forks(self) -> bool:
+        """Whether children share their parent's pages. Who forms a batch and starts nobody until it has ended would
+        start them behind it."""
+        return "fork" in self.kv.describe().offers and "closed_batches" not in self.scheduler.describe().offers
+
 
 class EngineLoop:
     """``turn()`` does one thing and says whether it did any. Whoever drives it waits when it did not.
@@ -79,8 +85,6 @@ class EngineLoop:
         self.failed_plans = 0
         self.last_plan_error: str | None = None
         self._drops: list[str] = []
-        # Who forms a batch and starts nobody until it has ended would start the children behind it.
-        self.forks = "fork" in parts.kv.describe().offers and "closed_batches" not in parts.scheduler.describe().offers
         self._listeners: list[EventListener] = []
         parts.kv.keep_events(parts.observers.active)
 
@@ -97,7 +101,7 @@ class EngineLoop:
         state = self.pool.add(request, sink, now, most)
         if self.parts.observers.active:
             self.parts.observers.notify("hotswap_request_arrived", request=state, time=now)
-        if not (self.forks and find_parent(state, self.pool.states, self.limits.reuse_tail)):
+        if not (self.parts.forks and find_parent(state, self.pool.states, self.limits.reuse_tail)):
             self._admit(state)
 
     def _let_children_go(self, state: RequestState) -> None:

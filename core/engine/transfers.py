@@ -1,14 +1,18 @@
 """The engine's KV transfer, or none: who waits for which transfer, and how many ranks have reported it."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hotswap.core.blame import blame
 from hotswap.core.engine.pool import RequestState
 from hotswap.core.interfaces.kv_transfer import NOTHING_KEPT, REUSE, SWAP, Attachment, Kept, KVTransfer, Saving
 from hotswap.core.interfaces.kvcache import Grant, KVCacheManager, Match
 from hotswap.core.interfaces.messages import EndedTransfer
 from hotswap.core.interfaces.scheduler import Answer, SuspendMode
 from hotswap.core.request import FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 class Transfers:
@@ -77,12 +81,20 @@ class Transfers:
         if not self.reuses or state.filling or not state.verified or reason is FinishReason.ERROR:
             return NOTHING_KEPT
         assert self.component is not None
-        return self.component.finished(
-            state.request, state.tokens[: state.verified], kv.table(state.id), reason.value)
+        try:
+            return self.component.finished(
+                state.request, state.tokens[: state.verified], kv.table(state.id), reason.value)
+        except Exception as error:  # its pages must come back all the same
+            logger.exception("%s; nothing of request %s is kept", blame(error, self.component, "finished"), state.id)
+            return NOTHING_KEPT
 
     def forget(self, state: RequestState) -> None:
-        if self.component is not None:
+        if self.component is None:
+            return
+        try:
             self.component.forget(state.request)
+        except Exception as error:
+            logger.exception("%s of request %s", blame(error, self.component, "forget"), state.id)
 
     def undo(self, entry: Any) -> None:
         if entry is not None and self.component is not None:

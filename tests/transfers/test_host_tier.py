@@ -342,3 +342,24 @@ def test_metrics_tell_swaps_and_what_the_tier_counts() -> None:
     assert samples["hotswap:num_swaps_total", None] == samples["hotswap:num_preemptions_total", None] == 1
     assert samples["hotswap:kv_transfer_total", "swaps_in"] == 1
     assert samples["hotswap:kv_transfer_total", "loaded_bytes"] > 0
+
+
+class Unkind(HostTier):
+    """Raises when it is told that a request has ended."""
+
+    def finished(self, *args: Any) -> Any:
+        raise RuntimeError("no")
+
+    def forget(self, *args: Any) -> None:
+        raise RuntimeError("no")
+
+
+def test_a_tier_that_raises_when_requests_end_is_named_and_costs_no_page(caplog: Any) -> None:
+    unkind = Unkind(HostTierOptions(memory=4096, swap_overhead=0))
+    rig = make_rig(transfer=unkind)
+    requests = [rig.add(f"r{i}", [1 + i, 2, 3, 4, 5, 6], 6) for i in range(3)]
+    rig.run()
+    assert_clean(rig)
+    assert [rig.client.tokens(request.id) for request in requests] == [expected(request) for request in requests]
+    assert "raised in finished" in caplog.text
+    assert "raised in forget" in caplog.text
