@@ -13,7 +13,7 @@ from typing import Any
 from hotswap.core.errors import ConfigError, EngineStoppedError
 from hotswap.core.execution.channel import Channel, ChannelClosedError, Frame, Kind, Listener, decode
 from hotswap.core.interfaces.parallel import Launcher
-from hotswap.plugins.parallel.rank import Refusal
+from hotswap.plugins.parallel.rank import Failure, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _POLL_S = 0.1
 """How often somebody who waits for a rank looks whether all are alive."""
 
 _LAST_WORDS_S = 1.0
-"""When a rank has failed at the start, another may be about to say why; the others fail in turn."""
+"""When a rank has failed or hung up, another may be the cause: it is about to say so, or its process to end."""
 
 
 class Crew:
@@ -40,6 +40,8 @@ class Crew:
         self._channels: dict[int, Channel] = {}
         self._answers: list[SimpleQueue[Frame]] = [SimpleQueue() for _ in range(size)]
         self._refusals: SimpleQueue[Refusal] = SimpleQueue()
+        self._told: set[int] = set()
+        """Ranks that said themselves why they end."""
         self._lock = Lock()
         self._listener: Listener | None = None
         self.scratch: Path | None = None
@@ -75,7 +77,7 @@ class Crew:
             if self.problem is None:
                 self._channels[rank].send(kind, payload)
         except ChannelClosedError as error:
-            self.fail(self._lost(rank, error))
+            self.fail(self._cause(rank, f"is gone: {error}"))
         if self.problem is not None:
             raise EngineStoppedError(self.problem)
 
@@ -118,7 +120,7 @@ class Crew:
                     frame = answers.get(timeout=_POLL_S)
                     break
                 waited += _POLL_S
-                if watch and (ended := self._launcher.ended()):
+                if watch and (ended := self._ended()):
                     rank = min(ended)
                     self.fail(f"rank {rank} {ended[rank]} before it was ready; what it wrote above says why")
                 if self.problem is not None:
@@ -164,31 +166,47 @@ class Crew:
                 if frame.kind in (Kind.VERDICT, Kind.TRANSFERS):
                     self._on_news(frame)
                 elif frame.kind is Kind.REFUSED:
-                    self._refusals.put(decode(Refusal, frame.payload))
-                    self.fail(f"rank {rank} was refused")
+                    refusal = decode(Refusal, frame.payload)
+                    self._told.add(rank)
+                    self._refusals.put(refusal)
+                    self.fail(f"rank {rank} refuses the config: {refusal.message}", told=True)
                 elif frame.kind is Kind.FAILED:
-                    self.fail(f"rank {rank} has failed: {decode(str, frame.payload)}")
+                    failure = decode(Failure, frame.payload)
+                    self._told.add(rank)
+                    problem = f"has failed: {failure.message}"
+                    self.fail(self._cause(rank, problem) if failure.lost else f"rank {rank} {problem}")
                 else:
                     self._answers[rank].put(frame)
         except ChannelClosedError as error:
-            self.fail(self._lost(rank, error))
+            self.fail(self._cause(rank, f"is gone: {error}"))
 
-    def _lost(self, rank: int, error: Exception) -> str:
-        """Why a rank hung up. Its socket closes a moment before the system says how the process ended."""
-        end = None
+    def _ended(self) -> dict[int, str]:
+        """The processes that have ended and did not say why."""
+        return {rank: end for rank, end in self._launcher.ended().items() if rank not in self._told}
+
+    def _cause(self, rank: int, problem: str) -> str:
+        """What is wrong, where ``rank`` has lost its connection to others or to us: a process that has ended without a
+        word is why, be it another's; else ``problem``. Sockets close a moment before the system says how one ended."""
         for _ in range(int(_LAST_WORDS_S / _POLL_S)):
-            if self.problem is not None or (end := self._launcher.ended().get(rank)) is not None:
+            ended = self._ended()
+            if ended:
+                cause = rank if rank in ended else min(ended)
+                logger.debug("rank %d %s", rank, problem)
+                return f"rank {cause} {ended[cause]}"
+            if self.problem is not None:
                 break
             Event().wait(_POLL_S)
-        return f"rank {rank} {end or f'is gone: {error}'}"
+        return f"rank {rank} {problem}"
 
-    def fail(self, problem: str) -> None:
-        """A rank is gone, or another that it cannot do without. The first reason counts."""
+    def fail(self, problem: str, told: bool = False) -> None:
+        """A rank is gone, or another that it cannot do without. The first reason counts. ``told``: whoever asked the
+        rank will be told, and tell it."""
         with self._lock:
             if self.problem is not None:
+                logger.debug("%s", problem)
                 return
             self.problem = problem
-        logger.error("%s", problem)
+        logger.log(logging.DEBUG if told else logging.ERROR, "%s", problem)
         self._on_end(problem)
 
     def _hang_up_listener(self) -> None:

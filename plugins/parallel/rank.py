@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import shutil
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -69,6 +70,14 @@ class Refusal:
     path: str
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a rank. ``lost``: in a collective, which says of itself no more than that it lost others."""
+
+    message: str
+    lost: bool
+
+
 def serve(arguments: dict[str, Any]) -> None:
     """The life of a rank. ``arguments``: a :class:`Job`, as JSON."""
     job = decode(Job, encode(arguments))
@@ -86,11 +95,27 @@ def serve(arguments: dict[str, Any]) -> None:
     except ConfigError as error:
         channel.send(Kind.REFUSED, encode(Refusal(error.message, error.path)))
     except Exception as error:
-        logger.exception("rank %d has failed", job.rank)
-        channel.send(Kind.FAILED, encode(blame(error)))
+        failure = Failure(_short(blame(error)), lost=_in_collective(error))
+        logger.log(logging.DEBUG if failure.lost else logging.ERROR, "rank %d has failed", job.rank, exc_info=True)
+        channel.send(Kind.FAILED, encode(failure))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _in_collective(error: BaseException) -> bool:
+    """Whether ``error`` arose in torch.distributed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    trace, module = error.__traceback__, ""
+    while trace is not None:
+        module, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
+    return module == dist.__name__ or module.startswith(f"{dist.__name__}.")
+
+
+def _short(message: str) -> str:
+    """The first line, without the place in a library's source that it begins with."""
+    return re.sub(r"\[\S+:\d+\] ", "", next(iter(message.splitlines()), ""))
 
 
 def _listen(channel: Channel, frames: "SimpleQueue[Frame]", scratch: str | None) -> None:

@@ -13,6 +13,7 @@ from hotswap.core.registry import Registry
 
 PLANTED = '''
 import os, time
+import torch
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.messages import RowVerdict, Verdict
 from hotswap.core.interfaces.model import ModelFacts
@@ -45,6 +46,8 @@ class Planted:
         time.sleep(self.faults.get("seconds", 0))
         if message.step_id == self.faults.get("raise"):
             raise RuntimeError("planted in a step")
+        for _ in range(self.faults.get("reduce", 0)):
+            self.mesh.reduce("heads", torch.ones(4))
         return Verdict(message.step_id, [RowVerdict(row.request, [self.rank], 1) for row in message.rows])
 
     def report(self):

@@ -65,6 +65,41 @@ def test_a_killed_rank_ends_what_is_waited_for_within_five_seconds(launch, famil
     assert time.monotonic() - begin < 5
 
 
+def test_a_killed_rank_is_named_and_not_the_neighbours_whose_connections_it_broke(launch, kill, capfd, caplog):
+    """All three are in the midst of sums, so that both others fail at once, and say so."""
+    executor, _ = launch({str(rank): {"reduce": 10**9} for rank in range(3)}, width=3)
+    ticket = executor.submit(message(1))
+    time.sleep(1)
+    begin = time.monotonic()
+    kill(executor.parts["launcher"]._processes[1].pid)
+    with pytest.raises(EngineStoppedError, match="^rank 1 was killed by SIGKILL$"):
+        executor.collect(ticket)
+    assert time.monotonic() - begin < 5
+    assert executor.health() == "rank 1 was killed by SIGKILL"
+    executor.stop()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "rank 1 was killed by SIGKILL"]
+    assert "has failed" not in capfd.readouterr().err
+
+
+def test_a_rank_that_fails_on_its_own_is_named_and_not_those_that_lose_it(launch, capfd):
+    executor, _ = launch({"0": {"reduce": 10**9}, "1": {"raise": 1}, "2": {"reduce": 10**9}}, width=3)
+    with pytest.raises(EngineStoppedError, match="^rank 1 has failed: RuntimeError: planted in a step$"):
+        executor.collect(executor.submit(message(1)))
+    executor.stop()
+    told = capfd.readouterr().err
+    assert told.count("Traceback") == 1
+    assert "rank 1 has failed" in told
+
+
+def test_what_a_lost_neighbour_says_is_one_line_without_its_source():
+    from hotswap.plugins.parallel.rank import _short
+
+    told = "RuntimeError: [/a/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4711\nThis may be anything"
+    assert _short(told) == "RuntimeError: Connection closed by peer [127.0.0.1]:4711"
+    assert _short("") == ""
+
+
 def test_what_fails_on_one_rank_alone_ends_the_engine_and_says_where(launch):
     executor, _ = launch({"1": {"raise": 1}})
     with pytest.raises(EngineStoppedError, match="rank 1 has failed: RuntimeError: planted in a step"):
@@ -73,10 +108,12 @@ def test_what_fails_on_one_rank_alone_ends_the_engine_and_says_where(launch):
             time.sleep(0.01)
 
 
-def test_a_rank_that_refuses_to_load_refuses_the_config(launch):
+def test_a_rank_that_refuses_to_load_refuses_the_config_and_nothing_else_is_said(launch, capfd, caplog):
     with pytest.raises(ConfigError, match="model.path: the weights are green") as caught:
         launch({"1": {"refuse": "the weights are green"}})
     assert caught.value.path == "model.path"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "rank" not in capfd.readouterr().err
 
 
 def test_a_rank_that_dies_before_it_is_ready_is_named(launch):

@@ -33,7 +33,7 @@ def descendants(pid):
 
 @pytest.fixture
 def served(scratch, monkeypatch):
-    """``served(config)`` -> (process, its ranks, base URL)."""
+    """``served(config)`` -> (process, its ranks, base URL, the lines that it writes)."""
     monkeypatch.setenv("TMPDIR", str(scratch))
     started, readers = [], []
 
@@ -50,7 +50,7 @@ def served(scratch, monkeypatch):
         reader = threading.Thread(target=lambda: log.extend(process.stderr), daemon=True)
         reader.start()
         readers.append(reader)
-        return process, descendants(process.pid), found[1]
+        return process, descendants(process.pid), found[1], log
 
     yield start
     for process in started:
@@ -75,7 +75,7 @@ def test_a_size_that_does_not_work_is_refused_before_a_process_starts(scratch, m
 
 
 def test_a_killed_rank_turns_health_red_ends_four_streams_with_an_error_and_the_server_with_a_code(served, kill):
-    process, ranks, url = served("tensor.yaml")
+    process, ranks, url, log = served("tensor.yaml")
     assert len(ranks) == 3
     info = httpx.get(f"{url}/server_info", timeout=30).json()
     assert [rank["rank"] for rank in info["ranks"]] == [0, 1, 2]
@@ -109,7 +109,12 @@ def test_a_killed_rank_turns_health_red_ends_four_streams_with_an_error_and_the_
     assert len(ends) == 4
     for ended, events in ends.values():
         assert ended - begin < 5
-        assert any("error" in json.loads(event.removeprefix("data:")) for event in events if "[DONE]" not in event)
+        told = [json.loads(event.removeprefix("data:")) for event in events if "[DONE]" not in event]
+        assert any(event["error"]["code"] == "internal_error" for event in told if "error" in event)
+        assert not any("peer" in event for event in events), "what a neighbour's socket says is not the client's"
+    written = "".join(log)
+    assert "rank 1 was killed by SIGKILL" in written
+    assert not re.search("rank [02] (has failed|is gone|was killed|ended)|closed by peer|gloo", written)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
