@@ -4,7 +4,7 @@ held against what the others offer. All refusals are told at once, each with the
 What depends on the checkpoint (its length, its layers, the memory it leaves) is checked when the engine is built.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -71,8 +71,10 @@ class Components:
             yield from _parts(component, path)
 
 
-def check_config(config: Config, registry: Registry) -> Components:
-    """Build every component that ``config`` names and solve their requirements. ConfigError tells all that is wrong."""
+def check_config(config: Config, registry: Registry, around: Sequence[Component] = ()) -> Components:
+    """Build every component that ``config`` names and solve their requirements. ConfigError tells all that is wrong.
+
+    ``around``: the deployments of which ``config`` describes an engine."""
     built: dict[str, Component] = {}
     problems: list[Problem] = []
     notes: list[str] = []
@@ -95,10 +97,10 @@ def check_config(config: Config, registry: Registry) -> Components:
             problems += problems_of(error)
     components = Components(built)
     problems += _model_options(config, registry)
-    problems += unmet(dict(components.walk()))
+    problems += unmet(dict(components.walk()), around)
     problems += _twice(components)
     problems += _deployments(components)
-    problems += _roles(config, registry, components)
+    problems += _roles(config, registry, components, around)
     problems += _files(config)
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
@@ -140,24 +142,29 @@ def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], An
             yield join(section, index), kinds, entry
 
 
-def unmet(components: Mapping[str, Component]) -> list[Problem]:
-    """The requirements of ``components`` (by config path) that no component of the required kind meets.
+def unmet(components: Mapping[str, Component], around: Sequence[Component] = ()) -> list[Problem]:
+    """The requirements of ``components`` (by config path) that no component of the required kind meets, be it one of
+    those ``around`` them.
 
-    A kind of which none is given is left to a later check, when its component (the model's) is known.
+    A kind of which none is given is left to a later check, when its component (the model's) is known; except those that
+    a list of the config names, which is the whole of them.
     """
-    offers: dict[str, set[str]] = {}
+    offers: dict[str, set[str]] = {kind: set() for kinds in LISTS.values() for kind in kinds}
     holders: dict[str, list[str]] = {}
-    for path, component in components.items():
+    for path, component in (*(("around it", each) for each in around), *components.items()):
         offers.setdefault(component.kind, set()).update(component.describe().offers)
         holders.setdefault(component.kind, []).append(f"{component.label} ({path})")
     problems = []
     for path, component in components.items():
         for need in component.describe().requires:
-            if need.kind in offers and need.capability not in offers[need.kind]:
-                offered = ", ".join(sorted(offers[need.kind])) or "nothing"
+            known = all(kind in offers for kind in need.kinds)
+            offered = {capability for kind in need.kinds for capability in offers.get(kind, ())}
+            if known and need.capability not in offered:
+                there = " and ".join(holder for kind in need.kinds for holder in holders.get(kind, ())) or "nobody"
                 problems.append(Problem(path, (
-                    f"{component.label} requires '{need.capability}' of the {need.kind}: {need.why.rstrip('.')}. "
-                    f"{' and '.join(holders[need.kind])} offers {offered}. Change {need.remedy or need.kind}."
+                    f"{component.label} requires '{need.capability}' of the {' or the '.join(need.kinds)}: "
+                    f"{need.why.rstrip('.')}. {there} offers {', '.join(sorted(offered)) or 'nothing'}. "
+                    f"Change {need.remedy or need.kinds[0]}."
                 )))
     return problems
 
@@ -199,7 +206,7 @@ def choose_executor(
     offers the least else. Those that cannot be imported here are passed over. ConfigError where none is left.
     """
     needs = {need.capability: path for path, component in components.items()
-             for need in component.describe().requires if need.kind == "executor"}
+             for need in component.describe().requires if need.kinds == ("executor",)}
     ranked, refused = [], []
     for name in registry.names("executor"):
         try:
@@ -315,7 +322,9 @@ def _deployments(components: Components) -> list[Problem]:
     return problems
 
 
-def _roles(config: Config, registry: Registry, components: Components) -> list[Problem]:
+def _roles(
+    config: Config, registry: Registry, components: Components, around: Sequence[Component],
+) -> list[Problem]:
     """What is wrong with the strategies that a role of a deployment names for itself."""
     problems = []
     for path, deployment in components.built.items():
@@ -325,7 +334,8 @@ def _roles(config: Config, registry: Registry, components: Components) -> list[P
             if role.parallel is None:
                 continue
             try:
-                check_config(config.model_copy(update={"parallel": list(role.parallel)}), registry)
+                inner = config.model_copy(update={"parallel": list(role.parallel)})
+                check_config(inner, registry, [*around, deployment])
             except ConfigError as error:
                 problems += [
                     Problem(join(path, role.path) + found.path.removeprefix("parallel"), found.message)

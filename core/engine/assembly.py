@@ -5,7 +5,7 @@ and gets a factory for each; a factory may start another deployment, since the r
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -20,7 +20,7 @@ from hotswap.core.engine.loop import EngineLoop, Parts
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join
-from hotswap.core.interfaces.component import ComponentRef
+from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.kv_transfer import KVTransfer, TransferLayout
 from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan
 from hotswap.core.interfaces.model import Model, ModelFacts
@@ -87,21 +87,23 @@ class Assembly:
         """Every engine that runs, in the order in which the deployments name them."""
         return [self._built[name] for name in self._plans]
 
-    def _prepare(self, config: Config, name: str, parts: Components | None = None) -> Callable[[], EngineClient]:
-        parts = parts or check_config(config, self._registry)
+    def _prepare(
+        self, config: Config, name: str, parts: Components | None = None, around: Sequence[Component] = (),
+    ) -> Callable[[], EngineClient]:
+        parts = parts or check_config(config, self._registry, around)
         strategies = parts.listed("parallel")
         if not (strategies and strategies[0].kind == Deployment.kind):
             self._plans[name] = _Plan(config, parts, rank_plan(parts, self._facts))
             return partial(self._engine, name)
         deployment: Deployment = strategies[0]
         self.fronts.add(deployment)
-        factories = []
+        factories, inside = [], (*around, deployment)
         for role in deployment.roles():
             own = config.parallel[1:] if role.parallel is None else list(role.parallel)
             inner = config.model_copy(update={"parallel": own})
             for number in range(role.replicas):
                 label = ".".join(filter(None, (name, f"{role.name}{number}")))
-                factories.append(EngineFactory(label, role.name, self._prepare(inner, label)))
+                factories.append(EngineFactory(label, role.name, self._prepare(inner, label, around=inside)))
         return partial(deployment.start, factories)
 
     def _engine(self, name: str) -> Engine:

@@ -67,12 +67,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Requirement:
-    """``kind`` must offer ``capability``; else ``why`` and ``remedy`` (a config key to change) are shown."""
+    """``kind``, or one of several, must offer ``capability``; else ``why`` and ``remedy`` (a config key to change) are
+    shown."""
 
-    kind: str
+    kind: str | tuple[str, ...]
     capability: str
     why: str
     remedy: str = ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (self.kind,) if isinstance(self.kind, str) else self.kind
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,11 @@ class ObservedRow(NamedTuple):
 
 class Speculator(Component):
     """In this order: ``bind``, ``load``, then ``propose`` and ``observe`` once a step. ``needs`` says before ``bind``
-    what follows from the options alone (``lookahead`` and ``reuse_tail``), afterwards all."""
+    what follows from the options alone (``lookahead`` and ``reuse_tail``), afterwards all.
+
+    Offers (in ``describe().offers``) may include "stages": it needs no taps and no cache groups, whatever ``bind`` is
+    given, and so works where the target's layers are spread over pipeline stages, which require it.
+    """
 
     kind: ClassVar[str] = "speculator"
     contract: ClassVar[str] = "speculator/1"

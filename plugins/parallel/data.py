@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Part
+from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part
 from hotswap.core.interfaces.parallel import Deployment, EngineClient, EngineFactory, Role
 from hotswap.plugins.parallel.fleet import Fleet
 
@@ -25,6 +25,9 @@ class DataParallel(Deployment):
         """Which of them gets a request."""
 
     options: Options
+
+    def describe(self) -> Description:
+        return Description(offers=frozenset({"peers"} if self.options.replicas > 1 else ()))
 
     def roles(self) -> list[Role]:
         return [Role("", self.options.replicas)]

@@ -59,7 +59,7 @@ class Disaggregated(Deployment):
 
     def describe(self) -> Description:
         why = "its engines hand requests over, and computing every prompt twice would be for nothing"
-        return Description(requires=(Requirement("kv_transfer", "handoff", why, "kv_transfer.use"),))
+        return Description(frozenset({"peers"}), (Requirement("kv_transfer", "handoff", why, "kv_transfer.use"),))
 
     def roles(self) -> list[Role]:
         options = self.options

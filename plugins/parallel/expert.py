@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.interfaces.component import Description
+from hotswap.core.interfaces.component import Description, Requirement
 from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.interfaces.parallel import Across, RankPlan, ShardStrategy
 from hotswap.plugins.parallel.tensor import NEEDS_RANKS
@@ -21,7 +21,10 @@ class ExpertParallel(ShardStrategy):
     """
 
     def describe(self) -> Description:
-        return Description(requires=(NEEDS_RANKS,))
+        why = "it spreads experts over ranks that are there already"
+        remedy = f"parallel: name it behind data, [{{use: data, replicas: 2}}, {self.name}], or before tensor, " \
+            f"[{self.name}, {{use: tensor, size: 2}}]"
+        return Description(requires=(NEEDS_RANKS, Requirement(("shard", "deployment"), "peers", why, remedy)))
 
     def layout(self, facts: ModelFacts, inner: RankPlan) -> RankPlan:
         count = facts.axes.get("expert")

@@ -5,10 +5,10 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.interfaces.component import ComponentOptions, Description
+from hotswap.core.interfaces.component import ComponentOptions, Description, Requirement
 from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.interfaces.parallel import MeshDim, RankPlan, ShardStrategy
 from hotswap.plugins.parallel.tensor import NEEDS_RANKS
@@ -29,10 +29,20 @@ class PipelineParallel(ShardStrategy):
         layers: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
         """Layers of each stage, first to last; by default counted."""
 
+        @field_validator("layers")
+        @classmethod
+        def _one_count_a_stage(cls, layers: list[int] | None, info: ValidationInfo) -> list[int] | None:
+            size = info.data.get("size")
+            if layers is not None and size not in (None, len(layers)):
+                raise ValueError(f"{layers} are {len(layers)} stages, but size is {size}; give one count a stage")
+            return layers
+
     options: Options
 
     def describe(self) -> Description:
-        return Description(requires=(NEEDS_RANKS,))
+        why = "no stage but the last has the hidden states, nor a cache beside the target's, that it would draft from"
+        staged = Requirement("speculator", "stages", why, "speculator.use, or give one stage")
+        return Description(requires=(NEEDS_RANKS, staged) if self.options.size > 1 else (NEEDS_RANKS,))
 
     def layout(self, facts: ModelFacts, inner: RankPlan) -> RankPlan:
         size, total = self.options.size, facts.axes.get("layers")
@@ -43,10 +53,9 @@ class PipelineParallel(ShardStrategy):
             raise ConfigError(
                 f"{size} stages cannot share the {total} layers of {facts.architecture}; give at most {total}", "size")
         wanted = self.options.layers
-        if wanted is not None and (len(wanted), sum(wanted)) != (size, total):
+        if wanted is not None and sum(wanted) != total:
             raise ConfigError(
-                f"{wanted} are {sum(wanted)} layers in {len(wanted)} stages, but {facts.architecture} has {total} "
-                f"layers and size is {size}", "layers")
+                f"{wanted} are {sum(wanted)} layers, but {facts.architecture} has {total} layers", "layers")
         costs = list(facts.layer_costs) or [1] * total
         counts = wanted or balanced(costs, facts.head_cost, size)
         dim = MeshDim(self.name, size, ("layers",), {"layers": (0, *accumulate(counts))})

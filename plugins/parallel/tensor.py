@@ -30,7 +30,7 @@ class TensorParallel(ShardStrategy):
     options: Options
 
     def describe(self) -> Description:
-        return Description(requires=(NEEDS_RANKS,))
+        return Description(offers=frozenset({"peers"}), requires=(NEEDS_RANKS,))
 
     def layout(self, facts: ModelFacts, inner: RankPlan) -> RankPlan:
         size, axes = self.options.size, facts.axes

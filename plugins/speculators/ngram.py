@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, model_validator
 
-from hotswap.core.interfaces.component import ComponentOptions
+from hotswap.core.interfaces.component import ComponentOptions, Description
 from hotswap.core.interfaces.speculator import Drafts, ProposeRow, Speculator, SpeculatorNeeds
 
 
@@ -28,6 +28,9 @@ class NgramSpeculator(Speculator):
             if self.min_n > self.max_n:
                 raise ValueError(f"min_n is {self.min_n} and max_n {self.max_n}; min_n must not be the larger one")
             return self
+
+    def describe(self) -> Description:
+        return Description(offers=frozenset({"stages"}))
 
     def needs(self) -> SpeculatorNeeds:
         return SpeculatorNeeds(lookahead=self.options.max_draft)

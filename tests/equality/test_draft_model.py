@@ -170,7 +170,7 @@ def test_a_draft_model_that_does_not_fit_ends_the_start(run: Any, tiny: Any, noi
     with pytest.raises(ConfigError, match="speculator.model: .* vocabulary of 161 tokens and the target one of 160"):
         run(tiny.config("chunked", "prefix", {"use": "draft", "model": str(tmp_path)}, 1))
     parallel = [{"use": "pipeline", "size": 2}]
-    with pytest.raises(ConfigError, match="which several stages do not give it"):
+    with pytest.raises(ConfigError, match="requires 'stages' of the speculator"):
         run(tiny.config("chunked", "prefix", {"use": "draft", "model": str(noisy)}, 1, parallel=parallel))
 
 

@@ -61,6 +61,39 @@ def test_an_unmet_requirement_of_a_part_names_both_sides_the_reason_and_the_key_
     check(scheduler={"use": "fake", "policy": "forking"}, kvcache="forkable")
 
 
+def test_what_a_stage_of_a_pipeline_cannot_give_a_speculator_is_refused_without_a_checkpoint(check):
+    stages = [{"use": "pipeline", "size": 2}]
+    for speculator in ({"use": "draft", "model": "small"}, {"use": "eagle", "model": "head"}):
+        name = speculator["use"]
+        message = refusal(check, speculator=speculator, parallel=stages, execution="auto")
+        assert message.startswith("parallel[0]: shard:pipeline requires 'stages' of the speculator: ")
+        assert message.endswith(
+            f"speculator:{name} (speculator) offers nothing. Change speculator.use, or give one stage.")
+        check(speculator=speculator, parallel=[{"use": "pipeline", "size": 1}], execution="auto")
+    for speculator in ("none", "ngram"):
+        check(speculator=speculator, parallel=stages, execution="auto")
+    own = {"use": "disaggregated", "decode_parallel": stages}
+    assert "parallel[0].decode_parallel[0]: shard:pipeline requires 'stages'" in refusal(
+        check, speculator={"use": "draft", "model": "small"}, parallel=[own], kv_transfer="shm", execution="auto")
+
+
+def test_layers_for_another_number_of_stages_are_refused_without_a_checkpoint(check):
+    stages = {"use": "pipeline", "size": 2, "layers": [10, 10, 10]}
+    assert refusal(check, parallel=[stages], speculator="none", execution="auto").startswith(
+        "parallel[0].layers: [10, 10, 10] are 3 stages, but size is 2")
+    check(parallel=[{**stages, "size": 3}], speculator="none", execution="auto")
+
+
+def test_experts_without_ranks_to_lie_on_are_refused_without_a_checkpoint(check):
+    copies, split, apart = {"use": "data", "replicas": 2}, {"use": "tensor", "size": 2}, {"use": "pipeline", "size": 2}
+    for alone in (["expert"], [{**copies, "replicas": 1}, "expert"], ["expert", apart]):
+        assert "shard:expert requires 'peers' of the shard or the deployment: it spreads experts over ranks" in refusal(
+            check, parallel=alone, speculator="none", execution="auto")
+    prefill = {"use": "disaggregated", "prefill_parallel": ["expert"]}
+    for among in ([copies, "expert"], ["expert", split], [prefill]):
+        check(parallel=among, speculator="none", execution="auto", kv_transfer="shm", kvcache="paged")
+
+
 def test_all_refusals_are_told_at_once(check):
     message = refusal(
         check, scheduler={"use": "fake", "policy": "forking", "max_runing": 3}, kvcache="fkae",
