@@ -8,6 +8,7 @@ runs one engine loop's workers, a deployment runs several engines behind a route
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -325,7 +326,7 @@ class Candidate(NamedTuple):
 
 
 class Router(Component):
-    """Chooses the engine for a request. Its deployment calls it from one thread at a time."""
+    """Chooses the engine for a request. Its deployment calls it from one thread at a time, but for ``prepare``."""
 
     kind: ClassVar[str] = "router"
     contract: ClassVar[str] = "router/1"
@@ -335,7 +336,13 @@ class Router(Component):
     @abstractmethod
     def pick(self, request: Request, candidates: Sequence[Candidate]) -> int:
         """The ``engine`` of one of the ``candidates``, of which there is at least one; engines that are down or full
-        are not among them. Takes microseconds: it is asked while a request waits."""
+        are not among them. Takes microseconds: everything else that the deployment does waits for it."""
+
+    def prepare(self, request: Request) -> "Callable[[Sequence[Candidate]], int]":
+        """``pick`` for this request, after what takes long and needs no candidates (hashing a prompt). Deployments call
+        it first, while nobody waits, and from several threads at a time; what it returns is called as ``pick`` is, once
+        for each engine that refuses the request."""
+        return partial(self.pick, request)
 
     def observe(self, engine: int, events: Sequence[CacheEvent]) -> None:
         """Cached pages have come or gone at ``engine``."""

@@ -46,6 +46,12 @@ class RouterSuite:
     def test_a_lone_candidate_is_chosen(self) -> None:
         assert self.make_router().pick(request(), candidates(9, 0, skip=1)) == 0
 
+    def test_a_request_that_was_prepared_is_placed_like_one_that_was_not(self) -> None:
+        prepared, plain = self.make_router(), self.make_router()
+        for number in range(50):
+            offered, wanted = candidates(number % 3, number % 2, 1), request(number, range(number))
+            assert prepared.prepare(wanted)(offered) == plain.pick(wanted, offered)
+
     def test_picking_changes_none_of_what_it_was_given(self) -> None:
         router, offered = self.make_router(), candidates(2, 1, 0)
         before = list(offered)

@@ -14,9 +14,12 @@ class CachedPages:
 
     def __init__(self) -> None:
         self._held: defaultdict[int, dict[tuple[str, int], set[str]]] = defaultdict(dict)
+        self._page_sizes: set[int] = set()
 
     def apply(self, engine: int, events: Iterable[CacheEvent]) -> None:
         for event in events:
+            if event.page_size:
+                self._page_sizes.add(event.page_size)
             held = self._held[engine].setdefault((event.group, event.page_size), set())
             if event.kind == "stored":
                 held.update(event.keys)
@@ -29,9 +32,13 @@ class CachedPages:
         """Pages that ``engine`` has cached."""
         return sum(map(len, self._held[engine].values()))
 
-    def reusable(self, request: Request, engines: Iterable[int]) -> dict[int, int]:
-        """Per engine: how many tokens of the prompt's beginning it has cached, in its fullest group."""
-        digests: dict[int, list[str]] = {}
+    def digests(self, request: Request) -> dict[int, list[str]]:
+        """Of the prompt's pages, for each page size that has been told of; from any thread."""
+        return {page_size: prompt_digests(request, page_size) for page_size in tuple(self._page_sizes)}
+
+    def reusable(self, request: Request, engines: Iterable[int], digests: dict[int, list[str]]) -> dict[int, int]:
+        """Per engine: how many tokens of the prompt's beginning it has cached, in its fullest group. ``digests`` is
+        completed where a page size has been told of since."""
         found = {}
         for engine in engines:
             found[engine] = 0

@@ -26,6 +26,8 @@ from hotswap.plugins.parallel.cached_pages import Union
 
 logger = logging.getLogger(__name__)
 
+_Picker = Callable[[Sequence[Candidate]], int]
+
 
 @dataclass
 class _Route:
@@ -151,8 +153,9 @@ class Fleet:
     def _hand_over(self, request: Request, route: _Route, sink: OutputSink) -> EngineClient:
         """Add the request to an engine that takes it; the error of the last one where none does."""
         refused: dict[int, EngineStoppedError | QueueFullError] = {}
+        pick = self._prepare(request)
         while True:
-            engine = self._choose(request, route, refused)
+            engine = self._choose(request, route, refused, pick)
             client = self._clients[engine]
             try:
                 client.add(request, sink)
@@ -164,7 +167,9 @@ class Fleet:
                 self._count(engine, -1)
                 raise
 
-    def _choose(self, request: Request, route: _Route, refused: dict[int, EngineStoppedError | QueueFullError]) -> int:
+    def _choose(
+        self, request: Request, route: _Route, refused: dict[int, EngineStoppedError | QueueFullError], pick: _Picker,
+    ) -> int:
         ended = self._ended()
         left = [number for number in range(len(self._clients)) if number not in ended and number not in refused]
         if not left:
@@ -178,7 +183,7 @@ class Fleet:
             if parent is not None and parent.engine in reports:
                 engine = parent.engine
             else:
-                engine = self._pick(request, [
+                engine = self._pick(pick, [
                     Candidate(number, self._factories[number].role, replace(
                         report, dispatched=self._dispatched[number]))
                     for number, report in reports.items()])
@@ -186,16 +191,27 @@ class Fleet:
             route.engine = engine
         return engine
 
-    def _pick(self, request: Request, candidates: Sequence[Candidate]) -> int:
+    def _prepare(self, request: Request) -> _Picker:
+        """Without the lock, for which the outputs of every engine wait."""
         try:
-            engine = self._router.pick(request, candidates)
+            return self._router.prepare(request)
+        except Exception as error:
+            return partial(self._misroute, error, "prepare")
+
+    def _pick(self, pick: _Picker, candidates: Sequence[Candidate]) -> int:
+        try:
+            engine = pick(candidates)
             if engine not in [candidate.engine for candidate in candidates]:
                 raise ValueError(f"it chose engine {engine!r} of {[candidate.engine for candidate in candidates]}")
             return engine
         except Exception as error:
-            self._misrouted += 1
-            logger.exception("%s; the engine with the fewest requests is taken", blame(error, self._router, "pick"))
-            return min(candidates, key=lambda candidate: candidate.loads.dispatched).engine
+            return self._misroute(error, "pick", candidates)
+
+    def _misroute(self, error: Exception, method: str, candidates: Sequence[Candidate]) -> int:
+        self._misrouted += 1
+        logger.error("%s; the engine with the fewest requests is taken", blame(error, self._router, method),
+                     exc_info=error)
+        return min(candidates, key=lambda candidate: candidate.loads.dispatched).engine
 
     def _deliver(self, route: _Route, sink: OutputSink, output: RequestOutput) -> None:
         if output.finish_reason is not None:

@@ -1,6 +1,7 @@
 """Which engine of a deployment gets a request."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -69,9 +70,15 @@ class PrefixAware(Router):
     def observe(self, engine: int, events: Sequence[CacheEvent]) -> None:
         self._pages.apply(engine, events)
 
+    def prepare(self, request: Request) -> Callable[[Sequence[Candidate]], int]:
+        return partial(self._pick, request, self._pages.digests(request))
+
     def pick(self, request: Request, candidates: Sequence[Candidate]) -> int:
+        return self.prepare(request)(candidates)
+
+    def _pick(self, request: Request, digests: dict[int, list[str]], candidates: Sequence[Candidate]) -> int:
         most = min(load(one.loads) for one in candidates) + self.options.max_imbalance
         eligible = [one for one in candidates if load(one.loads) <= most]
-        cached = self._pages.reusable(request, [one.engine for one in eligible])
+        cached = self._pages.reusable(request, [one.engine for one in eligible], digests)
         return min(eligible, key=lambda one: (
             -cached[one.engine], load(one.loads), self._pages.count(one.engine), one.engine)).engine

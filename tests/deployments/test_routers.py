@@ -1,15 +1,19 @@
 """The routers, each against the kit, and the kit against planted faults."""
 
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from hotswap.core.interfaces.kvcache import CacheEvent, CacheKey
-from hotswap.core.interfaces.parallel import Candidate, Router
-from hotswap.core.request import Request, SamplingParams
+from hotswap.core.interfaces.parallel import Candidate, EngineFactory, EventListener, Loads, Router
+from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput, SamplingParams
 from hotswap.core.testing.rig import build
 from hotswap.core.testing.router import RouterSuite, candidates, request
+from hotswap.plugins.parallel import cached_pages
 from hotswap.plugins.parallel.cached_pages import Union, prompt_digests
+from hotswap.plugins.parallel.fleet import Fleet
 from hotswap.plugins.parallel.routers import LeastLoaded, PrefixAware, RoundRobin
 
 PAGE = 4
@@ -91,6 +95,60 @@ class TestPrefixes:
         assert union.merge(0, [CacheEvent("evicted", "full", ("b",), 4)]) == []
         last = union.merge(1, [CacheEvent("reset", "full", page_size=4)])
         assert [(event.kind, event.keys) for event in last] == [("evicted", ("b", "c"))]
+
+
+class Engine:
+    """Takes everything, and answers when it is told to."""
+
+    failure = None
+
+    def __init__(self) -> None:
+        self.sinks: dict[str, OutputSink] = {}
+
+    def health(self) -> None:
+        return None
+
+    def loads(self) -> Loads:
+        return Loads(0, 0, 0.0)
+
+    def watch(self, listener: EventListener) -> None:
+        self.listener = listener
+
+    def add(self, request: Request, sink: OutputSink) -> None:
+        self.sinks[request.id] = sink
+
+
+def test_outputs_and_events_wait_for_no_prompt_to_be_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = Engine()
+    fleet = Fleet([(EngineFactory("0", "", lambda: engine), engine)], build("router", "prefix_aware"))
+    stored = CacheEvent("stored", "full", ("a",), PAGE)
+    engine.listener([stored])
+    fleet.add(request(1), lambda output: None)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hash_slowly(*_: Any) -> list[str]:
+        begun.set()
+        go_on.wait(10)
+        return []
+
+    monkeypatch.setattr(cached_pages, "prompt_digests", hash_slowly)
+    adding = threading.Thread(target=fleet.add, args=(request(2), lambda output: None))
+    adding.start()
+    assert begun.wait(5)
+
+    def others() -> None:
+        engine.sinks["r1"](RequestOutput("r1", [], "", finish_reason=FinishReason.STOP))
+        engine.listener([stored])
+
+    free = threading.Thread(target=others, daemon=True)
+    free.start()
+    free.join(2)
+    waited = free.is_alive()
+    go_on.set()
+    adding.join(5)
+    free.join(5)
+    assert not waited
+    assert "r2" in engine.sinks
 
 
 class Stuck(LeastLoaded):
