@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,12 +65,13 @@ class SharedMemoryWorker(PeerWorker):
         self._missed: set[str] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._writers = ThreadPoolExecutor(1, "hotswap-kv-write")  # readers may all wait, for one that does too
         return {}
 
     def keep(self, name: str, key: str, spans: Mapping[str, Span]) -> None:
         with self._lock:
             self._writing.add(key)
-        self._pool.submit(self._write, name, key, dict(spans))
+        self._writers.submit(self._write, name, key, dict(spans))
 
     def expire(self, key: str) -> None:
         with self._lock:
@@ -108,6 +110,7 @@ class SharedMemoryWorker(PeerWorker):
 
     def shut(self) -> None:
         self._closed.set()
+        self._writers.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, name: str, key: str, spans: Mapping[str, Span]) -> None:
         path = self._path(self.folder, key, self.rank)

@@ -19,7 +19,7 @@ from hotswap.core.interfaces.messages import EndedTransfer
 from hotswap.core.testing.rig import build
 from hotswap.plugins.kv_transfer.nixl import NixlWorker
 from hotswap.plugins.kv_transfer.peer import SECRET
-from hotswap.plugins.kv_transfer.peer_worker import PeerWorker
+from hotswap.plugins.kv_transfer.peer_worker import READERS, PeerWorker
 from hotswap.plugins.kv_transfer.rank_card import LayoutMismatchError, RankCard, plan_reads, take
 from hotswap.plugins.kv_transfer.shm import SharedMemoryWorker, remove
 from hotswap.plugins.kv_transfer.tcp import TcpWorker
@@ -302,6 +302,17 @@ class TestShm:
         go_on.set()
         assert reports([mine]) == [[EndedTransfer("out", 0)]]
         assert not list((sides.folder / "p").glob("k1.*"))
+
+
+    def test_pages_are_written_while_every_reader_waits(self, sides: Sides) -> None:
+        everything = AxisShard(0, HEADS, HEADS)
+        [mine], [theirs] = (
+            sides.engine("p", [cache(everything)], timeout_s=30),
+            sides.engine("d", [cache(everything, empty=True)], timeout_s=30))
+        mine.begin([
+            {"fetch": f"in{number}", "ticket": sides.ticket("d", 1, f"never{number}"), "cached": 4, "pages": TARGET}
+            for number in range(READERS)])
+        assert hand_over(sides, [mine], [theirs]) == [[[EndedTransfer("in")]], [[EndedTransfer("out")]]]
 
 
 class TestTcp:
