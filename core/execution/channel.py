@@ -14,18 +14,22 @@ from dataclasses import replace
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.interfaces.messages import StepMessage
 
 MAX_FRAME_BYTES = 256 * 2**20
 """Longer than any step's message; a peer that announces more is cut off."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
+"""From the first byte to the last."""
+STRANGERS = 16
+"""Connections at a time that have not proven anything yet. Those of ours take milliseconds for it."""
 SECRET_BYTES = 32
 _NONCE_BYTES = 32
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -134,8 +138,10 @@ class Listener:
     system chooses.
     """
 
-    def __init__(self, secret: bytes, *, path: Path | None = None, host: str | None = None) -> None:
-        self._secret = secret
+    def __init__(
+        self, secret: bytes, *, path: Path | None = None, host: str | None = None, clock: Clock | None = None,
+    ) -> None:
+        self._secret, self._clock, self._places = secret, clock or SystemClock(), BoundedSemaphore(STRANGERS)
         if path is not None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.bind(str(path))
@@ -148,9 +154,13 @@ class Listener:
         self._socket.listen()
 
     def accept(self, timeout_s: float) -> socket.socket:
-        """The next connection, of whom nothing is known yet. TimeoutError, OSError once closed."""
+        """The next connection, of whom nothing is known yet; it is for :meth:`admit`. TimeoutError, also where it has
+        been hung up on because too many others have not proven who they are; OSError once closed."""
         self._socket.settimeout(timeout_s)
         connection, _ = self._socket.accept()
+        if not self._places.acquire(timeout=timeout_s):
+            connection.close()
+            raise TimeoutError(f"{STRANGERS} connections have not proven yet who they are")
         return connection
 
     def admit(self, connection: socket.socket) -> tuple[Channel, int]:
@@ -159,11 +169,12 @@ class Listener:
         ChannelClosedError for anybody else, who is hung up on. Mutual challenge and response by HMAC-SHA256 (RFC 2104)
         over fresh nonces, so that nothing that was overheard can be used again.
         """
+        deadline = _Deadline(self._clock)
         try:
             connection.settimeout(HANDSHAKE_TIMEOUT_S)
             ours = secrets.token_bytes(_NONCE_BYTES)
             connection.sendall(ours)
-            hello = _read(connection, _PEER.size + _NONCE_BYTES + _DIGEST_BYTES)
+            hello = _read(connection, _PEER.size + _NONCE_BYTES + _DIGEST_BYTES, deadline)
             number, theirs, proof = hello[: _PEER.size], hello[_PEER.size : -_DIGEST_BYTES], hello[-_DIGEST_BYTES:]
             if not hmac.compare_digest(proof, _proof(self._secret, b"worker", ours, theirs, number)):
                 raise ChannelClosedError("a peer does not know the secret")
@@ -172,6 +183,8 @@ class Listener:
         except OSError as error:
             connection.close()
             raise error if isinstance(error, ChannelClosedError) else ChannelClosedError(str(error)) from error
+        finally:
+            self._places.release()
         return Channel(_prompt(connection)), _PEER.unpack(number)[0]
 
     def close(self) -> None:
@@ -188,10 +201,13 @@ def connect(address: str, secret: bytes, number: int) -> Channel:
     try:
         connection.settimeout(HANDSHAKE_TIMEOUT_S)
         host, _, port = place.rpartition(":")
+        deadline = _Deadline(SystemClock())
         connection.connect(place if kind == "unix" else (host, int(port)))
-        theirs, ours, who = _read(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES), _PEER.pack(number)
+        theirs = _read(connection, _NONCE_BYTES, deadline)
+        ours, who = secrets.token_bytes(_NONCE_BYTES), _PEER.pack(number)
         connection.sendall(who + ours + _proof(secret, b"worker", theirs, ours, who))
-        if not hmac.compare_digest(_read(connection, _DIGEST_BYTES), _proof(secret, b"engine", theirs, ours, who)):
+        answer = _read(connection, _DIGEST_BYTES, deadline)
+        if not hmac.compare_digest(answer, _proof(secret, b"engine", theirs, ours, who)):
             raise ChannelClosedError(f"{address} does not know the secret")
         connection.settimeout(None)
     except OSError as error:
@@ -211,11 +227,27 @@ def _prompt(connection: socket.socket) -> socket.socket:
     return connection
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+class _Deadline:
+    """For all that is read of a peer that may send a byte at a time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._end = clock, clock.now() + HANDSHAKE_TIMEOUT_S
+
+    def impose(self, connection: socket.socket) -> None:
+        """TimeoutError where it is over."""
+        left = self._end - self._clock.now()
+        if left <= 0:
+            raise TimeoutError("it took too long to prove who it is")
+        connection.settimeout(left)
+
+
+def _read(connection: socket.socket, count: int, deadline: _Deadline | None = None) -> bytes:
     data = bytearray(count)
     view, filled = memoryview(data), 0
     while filled < count:
         try:
+            if deadline is not None:
+                deadline.impose(connection)
             received = connection.recv_into(view[filled:])
         except OSError as error:
             raise ChannelClosedError(f"the peer is gone: {error}") from error

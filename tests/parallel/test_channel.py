@@ -122,6 +122,63 @@ def test_a_peer_that_says_nothing_is_given_up(listener, monkeypatch):
     silent.close()
 
 
+def stranger(listener):
+    """A connection that says nothing."""
+    kind, _, place = listener.address.partition(":")
+    made = socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET)
+    host, _, port = place.rpartition(":")
+    made.settimeout(5)
+    made.connect(place if kind == "unix" else (host, int(port)))
+    return made
+
+
+def test_a_peer_that_sends_a_byte_now_and_then_is_given_up_when_the_time_of_all_is_over(listener, monkeypatch):
+    monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.5)
+    slow, over = stranger(listener), threading.Event()
+    sent = []
+
+    def trickle():
+        while len(sent) < 60 and not over.wait(0.1):
+            try:
+                slow.sendall(b"x")
+            except OSError:
+                return
+            sent.append(1)
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        with pytest.raises(ChannelClosedError):
+            listener.admit(listener.accept(10))
+    finally:
+        over.set()
+        thread.join(10)
+        slow.close()
+    assert 1 < len(sent) < 30
+
+
+def test_strangers_beyond_a_few_are_hung_up_on_and_make_room_for_ours_when_they_are_given_up(
+    listener, secret, monkeypatch,
+):
+    monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    silent = [stranger(listener) for _ in range(module.STRANGERS + 1)]
+    taken = [listener.accept(10) for _ in silent[1:]]
+    with pytest.raises(TimeoutError, match="have not proven"):
+        listener.accept(0.1)
+    assert len(silent[-1].recv(1)) == 0
+    with pytest.raises(ChannelClosedError):
+        listener.admit(taken.pop())
+    ours = {}
+    monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 10.0)
+    thread = threading.Thread(target=lambda: ours.update(worker=connect(listener.address, secret, 3)))
+    thread.start()
+    channel, number = listener.admit(listener.accept(10))
+    thread.join(10)
+    assert number == 3
+    for one in (*silent, *taken, channel, ours["worker"]):
+        one.close()
+
+
 def test_the_socket_is_for_its_owner_alone_and_is_gone_afterwards(tmp_path, secret):
     made = Listener(secret, path=tmp_path / "s")
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
