@@ -33,7 +33,10 @@ class TestNames:
     @pytest.mark.parametrize("path", [
         "./nowhere", "/nowhere/model.gguf", "model.gguf", "owner/model.gguf", "~/x", "a/b/c", "../x",
     ])
-    def test_a_path_to_nothing_is_no_unknown_model(self, path):
+    def test_a_path_to_nothing_is_no_unknown_model(self, path, monkeypatch, tmp_path):
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")  # where there is nothing, whatever lies about on this machine
+        monkeypatch.setenv("HOME", str(tmp_path))
         with pytest.raises(ConfigError, match="there is no file or directory") as caught:
             open_checkpoint(path)
         assert repr(path) in str(caught.value)
