@@ -1,10 +1,11 @@
 """Faults that real servers had, planted one by one: the random lives of the conformance kit must find each of them."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from hotswap.core.errors import KVInvariantError
@@ -193,32 +194,35 @@ class EvictsLeavesOnly(QuietTrie):
         self._trie.leaf_below = leaf  # type: ignore[method-assign]
 
 
-FOUND_BY_RANDOM_LIVES = [
-    EvictsAnInnerPageAlone,
-    EvictsHeldPages,
-    EvictsLeavesOnly,
-    ForkSharesThePartialPage,
-    FreesBeforeTheFence,
-    LaterWithoutAFence,
-    MappingSurvivesEviction,
-    MatchIgnoresTheKey,
-    MatchIgnoresTheWindow,
-    MatchReturnsTheWholePrompt,
-    OffByOneAtAPageBoundary,
-    SharesUnverifiedPages,
-    ShrinkBelowTheBound,
-    StepFencePassesTransfers,
-    UndoCountsTwice,
-    UndoForgetsTheTable,
-    UndoOfAReleaseForgotten,
-    WindowFreedTooEarly,
-]
+FOUND_BY_RANDOM_LIVES = {
+    EvictsAnInnerPageAlone: r"^\d+$",  # it trips over its own books, at this page
+    EvictsHeldPages: "given to .* while in use",
+    EvictsLeavesOnly: "no leaf can be evicted",
+    ForkSharesThePartialPage: "fork at .* copies pages",
+    FreesBeforeTheFence: "wait for a fence",
+    LaterWithoutAFence: "LATER, but no fence is pending",
+    MappingSurvivesEviction: "reads position .*: (poison|what another history wrote)",
+    MatchIgnoresTheKey: "reads position .*: what another history wrote",
+    MatchIgnoresTheWindow: "lacks pages",
+    MatchReturnsTheWholePrompt: "the limit was",
+    OffByOneAtAPageBoundary: "lacks pages",
+    SharesUnverifiedPages: "reads position .*: poison",
+    ShrinkBelowTheBound: "but requests hold",
+    StepFencePassesTransfers: "wait for a fence",
+    UndoCountsTwice: "undo left",
+    UndoForgetsTheTable: "given up by a table, but no table holds it|while in use",
+    UndoOfAReleaseForgotten: "undo left",
+    WindowFreedTooEarly: "lacks pages",
+}
 
 
-def run_random_lives(manager: type[KVCacheManager], examples: int) -> None:
-    machine = type("Machine", (KVCacheMachine,), {"make_manager": staticmethod(manager)})
+SEEDS = 40
+
+
+def run_random_lives(manager: type[KVCacheManager], examples: int, number: int = 0) -> None:
+    machine = seed(number)(type("Machine", (KVCacheMachine,), {"make_manager": staticmethod(manager)}))
     run_state_machine_as_test(machine, settings=settings(
-        max_examples=examples, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+        max_examples=examples, stateful_step_count=40, deadline=None, database=None,
         suppress_health_check=list(HealthCheck), phases=[Phase.generate], report_multiple_bugs=False,
     ))
 
@@ -230,10 +234,16 @@ def test_random_lives_without_a_fault_find_nothing(sound: type[KVCacheManager]) 
 
 @pytest.mark.parametrize("fault", FOUND_BY_RANDOM_LIVES, ids=lambda fault: fault.__name__)
 def test_random_lives_find(fault: type[KVCacheManager]) -> None:
-    """Which symptom shows first depends on the lives drawn, and a manager with broken books may trip over them itself
-    (KeyError). That it is the fault which is found, and not the machine's own, the test above sees to."""
-    with pytest.raises((AssertionError, KVInvariantError, KeyError)):
-        run_random_lives(fault, 400)
+    """Each run of many lives finds the fault. By which of its symptoms depends on what is drawn, and a manager with broken
+    books may trip over them itself (KeyError); the one that names the fault comes within a few runs."""
+    symptoms = []
+    for number in range(SEEDS):
+        with pytest.raises((AssertionError, KVInvariantError, KeyError)) as found:
+            run_random_lives(fault, 400, number)
+        symptoms.append(str(found.value).partition("\n")[0])
+        if re.search(FOUND_BY_RANDOM_LIVES[fault], symptoms[-1]):
+            return
+    raise AssertionError(f"none of these names the fault: {symptoms}")
 
 
 # ---------------------------------------------------------------------- faults that a short story shows best
