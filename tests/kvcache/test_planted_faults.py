@@ -234,8 +234,8 @@ def test_random_lives_without_a_fault_find_nothing(sound: type[KVCacheManager]) 
 
 @pytest.mark.parametrize("fault", FOUND_BY_RANDOM_LIVES, ids=lambda fault: fault.__name__)
 def test_random_lives_find(fault: type[KVCacheManager]) -> None:
-    """Each run of many lives finds the fault. By which of its symptoms depends on what is drawn, and a manager with broken
-    books may trip over them itself (KeyError); the one that names the fault comes within a few runs."""
+    """Each run of many lives finds the fault. By which of its symptoms depends on what is drawn, and a manager with
+    broken books may trip over them itself (KeyError); the one that names the fault comes within a few runs."""
     symptoms = []
     for number in range(SEEDS):
         with pytest.raises((AssertionError, KVInvariantError, KeyError)) as found:
