@@ -1,0 +1,128 @@
+"""What an experiment measures, as plain values: the requests of a block, the block, the pairs that are compared.
+
+Times are seconds on the load generator's clock, from the start of the block. Everything here can be written as JSON and
+read back; reports and statistics see nothing else of a run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Better(StrEnum):
+    """Which direction of a metric is the good one."""
+
+    LOWER = "lower"
+    HIGHER = "higher"
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """``name`` as in reports ("ttft_p50"); ``unit`` ("s", "tokens/s", "share", "bytes"); ``formula`` in words, printed
+    in the report. Ratios of a metric that can be 0 make no sense: ``additive`` compares differences instead."""
+
+    name: str
+    unit: str
+    better: Better
+    formula: str
+    additive: bool = False
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request as its client saw it.
+
+    ``planned`` is when it was due, ``sent`` when it left: latency counts from ``planned`` where the load is open.
+    ``chunks``: (time, tokens) of each delivery, so that a chunk of several tokens is never taken for one token.
+    ``error``: why it failed or was cut; such a request is in no latency and in no goodput. ``tokens`` are the output's
+    ids where the target tells them. ``queued``, ``preemptions``: None where the target does not tell.
+    """
+
+    index: int
+    planned: float
+    sent: float
+    chunks: tuple[tuple[float, int], ...]
+    ended: float
+    prompt_tokens: int
+    output_tokens: int
+    finish_reason: str | None = None
+    error: str | None = None
+    cached_tokens: int | None = None
+    queued: float | None = None
+    preemptions: int | None = None
+    tokens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """A stretch of time in which one arm served the requests of one pair, alone on the machine.
+
+    ``pair`` numbers the pairs: both of its blocks got the same requests from the same cache state. ``position`` is the
+    block's place in the whole run, 0 first. ``engine``: what the engine counted meanwhile (steps, seconds of steps,
+    drafts, peak KV bytes …), empty for a foreign server. ``timeline``: (time, running, waiting, cache share).
+    ``disturbed``: cores that other processes used meanwhile.
+    """
+
+    arm: str
+    pair: int
+    position: int
+    wall: float
+    requests: tuple[RequestRecord, ...]
+    cpu: float | None = None
+    engine: Mapping[str, float] = field(default_factory=dict)
+    timeline: tuple[tuple[float, int, int, float], ...] = ()
+    disturbed: float | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same requests through both arms, one after the other: metric values by name. A metric that a block cannot
+    give (no request succeeded) is absent. ``base_first``: which of the two ran first, drawn by seed."""
+
+    base: Mapping[str, float]
+    arm: Mapping[str, float]
+    base_first: bool
+
+
+class Outcome(StrEnum):
+    BETTER = "better"
+    WORSE = "worse"
+    NO_DIFFERENCE = "no difference"
+    """None larger than the margin."""
+    NOT_ENOUGH_DATA = "not enough data"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric of one arm against the base. ``effect``, ``low``, ``high``: relative (0.03 is 3 % more than the base),
+    or a plain difference where the metric is additive; the interval is simultaneous over all that are compared.
+    ``p``: adjusted for multiple comparisons and looks."""
+
+    arm: str
+    metric: str
+    base_value: float
+    arm_value: float
+    effect: float
+    low: float
+    high: float
+    p: float
+    outcome: Outcome
+    margin: float
+    n_pairs: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """An experiment, whole or as far as it came. ``stopped``: why it ended ("all verdicts are in", "time is over",
+    "arm b died: …"); ``partial`` where that was not as planned. ``divergences``: where greedy outputs of an arm first
+    differ from the base's."""
+
+    experiment: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    metrics: Sequence[MetricSpec]
+    blocks: Sequence[BlockRecord]
+    comparisons: Sequence[Comparison]
+    stopped: str
+    partial: bool
+    divergences: Sequence[Mapping[str, Any]] = ()
