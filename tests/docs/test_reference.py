@@ -92,7 +92,7 @@ def test_every_option_of_our_components_is_documented_with_its_default(pages, co
 
 
 def test_every_hook_is_documented_with_its_arguments(pages):
-    rows = pages.table(pages.section(pages.ROOT / "docs/contracts.md", "## observer"))
+    rows = pages.table((pages.ROOT / "docs/kinds/observer.md").read_text("utf-8"))
     documented = {pages.names(row[0])[0]: pages.names(row[1])[0] for row in rows}
     hooks = {
         name: ", ".join(list(inspect.signature(function).parameters)[1:])
@@ -104,13 +104,21 @@ def test_every_hook_is_documented_with_its_arguments(pages):
 
 @pytest.mark.parametrize("interface", INTERFACES, ids=lambda cls: cls.kind)
 def test_every_kind_is_documented_with_its_contract_and_methods(pages, interface):
-    text = pages.section(pages.ROOT / "docs/contracts.md", f"## {interface.kind}")
+    text = (pages.ROOT / f"docs/kinds/{interface.kind}.md").read_text("utf-8")
+    assert text.startswith(f"# {interface.kind}\n")
     assert f"`{interface.contract}`" in text
     path = interface.__module__.removeprefix("hotswap.").replace(".", "/")
     assert f"`{path}.py`" in text
     members = {name for name, value in vars(interface).items() if callable(value) or isinstance(value, classmethod)}
     missing = [name for name in members if not name.startswith("_") and not re.search(rf"`{name}\b", text)]
-    assert not missing, f"the section '{interface.kind}' does not say what {missing} do"
+    assert not missing, f"the page of '{interface.kind}' does not say what {missing} do"
+
+
+def test_every_kind_has_one_page_and_one_row_in_the_index_of_contracts(pages):
+    kinds = {interface.kind for interface in INTERFACES}
+    assert {page.stem for page in (pages.ROOT / "docs/kinds").iterdir()} == kinds
+    rows = pages.table((pages.ROOT / "docs/contracts.md").read_text("utf-8").partition("## ")[0])
+    assert sorted(row[0] for row in rows) == sorted(f"[{kind}](kinds/{kind}.md)" for kind in kinds)
 
 
 def test_the_table_of_components_in_the_readme_is_that_of_pyproject(pages, components):

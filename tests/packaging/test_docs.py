@@ -49,13 +49,13 @@ def test_each_key_of_the_config_is_documented_with_its_default(key, field):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_each_hook_is_documented_with_its_arguments(hook):
-    documented = [cells[1].strip("`") for cells in rows("contracts.md") if cells[0] == f"`{hook}`"]
+    documented = [cells[1].strip("`") for cells in rows("kinds/observer.md") if cells[0] == f"`{hook}`"]
     arguments = list(inspect.signature(vars(HookSpecs)[hook]).parameters)[1:]
     assert documented == [", ".join(arguments)]
 
 
 def test_no_hook_is_documented_that_does_not_exist():
-    named = set(re.findall(r"\bhotswap_[a-z_]+\b", "".join(p.read_text() for p in ROOT.glob("docs/*.md"))))
+    named = set(re.findall(r"\bhotswap_[a-z_]+\b", "".join(p.read_text() for p in ROOT.glob("docs/**/*.md"))))
     assert named - {"hotswap_shortest_first"} <= set(HOOKS)
 
 
