@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.engine.context import Limits
-from hotswap.core.engine.loop import EngineLoop, Parts
+from hotswap.core.engine.loop import EngineLoop
+from hotswap.core.engine.parts import Parts
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.kvcache import CacheConstraints, CacheSpec
 from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Verdict
@@ -135,7 +136,7 @@ def steady(
         bench.add(bench.prompt(512 + i % PAGE_SIZE), 4096)
     while any(state.output_length == 0 for state in bench.loop.pool.states.values()):
         bench.step()
-    bench.loop.limits = replace(bench.loop.limits, max_running=running)
+    bench.loop.lifecycle.limits = replace(bench.loop.limits, max_running=running)
     for _ in range(waiting):
         bench.add(bench.prompt(128), 64)
     for _ in range(48):

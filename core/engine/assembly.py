@@ -16,7 +16,8 @@ from hotswap.core.config.check import Components, check_config
 from hotswap.core.engine.client import Engine
 from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Limits
-from hotswap.core.engine.loop import EngineLoop, Parts
+from hotswap.core.engine.loop import EngineLoop
+from hotswap.core.engine.parts import Parts
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join

@@ -1,11 +1,14 @@
-"""The request pool: core's own state of every live request, and the sets of those that run and wait."""
+"""The request pool: core's own state of every live request, the sets of those that run and wait, and the steps in
+flight."""
 
 from collections import deque
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from hotswap.core.errors import RequestError
-from hotswap.core.interfaces.kvcache import KVCacheManager, Match
+from hotswap.core.interfaces.kvcache import Fence, KVCacheManager, Match
+from hotswap.core.interfaces.parallel import Ticket
 from hotswap.core.request import FinishReason, OutputSink, Request, TokenLogprob
 
 
@@ -136,13 +139,22 @@ class RequestState:
         self.told = len(self.tokens)
 
 
+@dataclass(slots=True)
+class StepInFlight:
+    step_id: int
+    ticket: Ticket
+    states: list[RequestState]
+    submitted_at: float
+
+
 class RequestPool:
     """Every live request by id. ``running`` is in order of admission; waiting ones are only counted and found by id,
-    since their order is the scheduler's."""
+    since their order is the scheduler's. ``in_flight``: the steps submitted and not collected, oldest first."""
 
     def __init__(self) -> None:
         self.states: dict[str, RequestState] = {}
         self.running: dict[str, RequestState] = {}
+        self.in_flight: deque[StepInFlight] = deque()
         self._sequence = 0
 
     def add(self, request: Request, sink: OutputSink, arrival: float, max_new: int) -> RequestState:
@@ -157,6 +169,10 @@ class RequestPool:
     @property
     def waiting(self) -> int:
         return len(self.states) - len(self.running)
+
+    def fences(self) -> set[Fence]:
+        """The fence of everything submitted and not collected."""
+        return {self.in_flight[-1].step_id} if self.in_flight else set()
 
     def start(self, state: RequestState) -> None:
         state.status = RUNNING

@@ -75,7 +75,8 @@ def test_at_the_end_of_a_page_nothing_is_copied() -> None:
 def test_what_a_speculator_must_see_again_is_computed_again(kv: str) -> None:
     rig = rig_of(kv)
     limits = rig.loop.limits
-    rig.loop.limits = Limits(limits.max_batch_tokens, limits.max_running, limits.max_model_len, 0, reuse_tail=5)
+    rig.loop.lifecycle.limits = Limits(
+        limits.max_batch_tokens, limits.max_running, limits.max_model_len, 0, reuse_tail=5)
     requests = family(rig, 3)
     finish(rig, requests)
     assert resumed(rig) == {"c0": 0, "c1": 94, "c2": 94}
@@ -126,7 +127,7 @@ def test_a_parent_that_is_suspended_lets_its_children_go() -> None:
     rig = rig_of("paged", build("scheduler", "chunked", policy="priority"), num_pages=1 + 25, max_batch_tokens=64)
     requests = [rig.add("better", [1] * 60, 40, priority=0)]
     rig.loop.turn()
-    rig.loop.limits = Limits(8, 8, 200)
+    rig.loop.lifecycle.limits = Limits(8, 8, 200)
     requests += family(rig, 3, [*PROMPT, *PROMPT[:30]], priority=5)
     parent = rig.loop.pool.states["c0"]
     assert [child.id for child in parent.held] == ["c1", "c2"]

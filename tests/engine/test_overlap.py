@@ -9,7 +9,8 @@ import pytest
 from hotswap.core.engine.client import Engine
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.engine.context import Limits
-from hotswap.core.engine.loop import EngineLoop, Parts
+from hotswap.core.engine.loop import EngineLoop
+from hotswap.core.engine.parts import Parts
 from hotswap.core.interfaces.kvcache import CacheConstraints
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.parallel import RankPlan
