@@ -35,8 +35,10 @@ class RequestRecord:
 
     ``planned`` is when it was due, ``sent`` when it left: latency counts from ``planned`` where the load is open.
     ``chunks``: (time, tokens) of each delivery, so that a chunk of several tokens is never taken for one token.
-    ``error``: why it failed or was cut; such a request is in no latency and in no goodput. ``tokens`` are the output's
-    ids where the target tells them. ``queued``, ``preemptions``: None where the target does not tell.
+    ``error``: why it failed or was cut; such a request is in no latency and in no goodput. ``incomplete``: the window
+    of a run limited in time ended before it did, which is nobody's failure. ``answered``: when the first of the answer
+    itself came, behind any reasoning. ``tokens`` are the output's ids where the target tells them. ``queued``,
+    ``preemptions``: None where the target does not tell.
     """
 
     index: int
@@ -52,6 +54,8 @@ class RequestRecord:
     queued: float | None = None
     preemptions: int | None = None
     tokens: tuple[int, ...] | None = None
+    answered: float | None = None
+    incomplete: bool = False
 
 
 @dataclass(frozen=True)

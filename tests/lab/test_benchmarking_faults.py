@@ -1,0 +1,228 @@
+"""What benchmark tools have got wrong: each fault with a stub server whose right numbers are known."""
+
+import math
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotswap.lab.load import ClosedLoop, OpenLoop
+from hotswap.lab.metrics import (
+    METRICS,
+    Slo,
+    error_counts,
+    failed,
+    peak_throughput,
+    percentile,
+    slip,
+    succeeded,
+    summary,
+    throughput,
+    values_of,
+)
+from hotswap.lab.records import BlockRecord, RequestRecord
+
+NO_SLO = Slo({})
+
+
+def at_least(value, expected, slack):
+    """A loaded machine makes things late, never early."""
+    assert expected * 0.97 <= value <= expected * 1.03 + slack, f"{value:.4f}, expected {expected:.4f}"
+
+
+def test_a_chunk_of_four_tokens_is_not_a_token(stub, measure):
+    def script(reply):
+        reply.begin()
+        begin = time.perf_counter()
+        for chunk in range(10):
+            time.sleep(max(0, begin + 0.04 * chunk - time.perf_counter()))
+            reply.say(4)
+        reply.end()
+
+    stub.script = script
+    block = measure(1, ClosedLoop(1))
+    values = values_of(block, NO_SLO)
+    assert block.requests[0].output_tokens == 40
+    at_least(values["tpot_p50"], 0.360 / 39, 0.002)
+    at_least(values["inter_chunk_p50"], 0.040, 0.008)
+    at_least(values["itl_p50"], 0.010, 0.003)
+
+
+def test_an_open_loop_counts_from_the_planned_start_and_reports_the_slip(stub, measure):
+    slot = threading.Lock()
+
+    def script(reply):
+        with slot:
+            time.sleep(0.2)
+        reply.begin()
+        reply.say()
+        reply.end()
+
+    stub.script = script
+    one_at_a_time = OpenLoop(rate=10, arrivals="constant", limit=1)
+    for load, late in ((OpenLoop(rate=10, arrivals="constant"), 0.0), (one_at_a_time, 1.9)):
+        block = measure(20, load)
+        at_least(summary("e2e", block.requests).mean, 1.15, 0.25)  # request k, from 0, waits k times 100 ms
+        at_least(slip(block)[-1], late, 0.3)
+
+
+def test_reasoning_counts_for_the_first_delivery_and_not_for_the_first_of_the_answer(stub, measure):
+    def script(reply):
+        reply.begin()
+        reply.say(0, delta={"role": "assistant", "content": ""})
+        time.sleep(0.1)
+        reply.say(1, delta={"reasoning_content": "hm"})
+        time.sleep(0.8)
+        reply.say(1, delta={"content": "yes"})
+        reply.end("stop")
+
+    stub.script = script
+    block = measure(1, ClosedLoop(1), chat=True, decode=lambda ids: "why?")
+    values = values_of(block, NO_SLO)
+    at_least(values["ttft_p50"], 0.1, 0.05)
+    at_least(values["ttft_answer_p50"], 0.9, 0.1)
+    assert block.requests[0].output_tokens == 2
+    assert stub.bodies[0]["messages"] == [{"role": "user", "content": "why?"}]
+
+
+def test_a_503_is_a_failure_with_its_status_and_never_a_fast_success(stub, measure):
+    def script(reply):
+        if len(stub.bodies) % 2:
+            reply.refuse(503)
+        else:
+            reply.begin()
+            reply.say()
+            time.sleep(0.05)
+            reply.say()
+            reply.end()
+
+    stub.script = script
+    block = measure(20, ClosedLoop(1))
+    values = values_of(block, Slo({"ttft": 10.0}))
+    assert values["errors"] == 0.5
+    assert error_counts(block.requests) == {"HTTP 503": 10}
+    assert values["throughput"] == pytest.approx(20 / block.wall)
+    assert values["goodput"] == values["requests"] == pytest.approx(10 / block.wall)
+    assert summary("e2e", block.requests).low >= 0.05
+
+
+@pytest.mark.parametrize("ending", ["cut", "error", "empty", "no end"])
+def test_a_stream_that_breaks_off_is_a_failure(stub, measure, ending):
+    def script(reply):
+        reply.begin()
+        if ending == "empty":
+            return reply.end("stop")
+        reply.say()
+        if ending == "error":
+            reply.event({"error": {"message": "out of memory"}})
+        elif ending == "no end":
+            reply.event("[DONE]")
+        return reply.cut()
+
+    stub.script = script
+    block = measure(2, ClosedLoop(1))
+    assert len(failed(block.requests)) == 2
+    assert throughput(block) == 0
+    assert summary("ttft", block.requests) is None
+    if ending == "error":
+        assert block.requests[0].error == "error event: out of memory"
+
+
+def test_nothing_is_sent_that_was_not_asked_for(stub, measure):
+    def script(reply):
+        reply.begin()
+        reply.say()
+        reply.end()
+
+    stub.script = script
+    measure(1, ClosedLoop(1))
+    assert stub.bodies[0].keys() == {"prompt", "max_tokens", "stream", "stream_options"}
+    measure(1, ClosedLoop(1), model="stub", fields={"temperature": 0.5}, token_ids=True)
+    assert stub.bodies[1] == {
+        "model": "stub", "prompt": [1, 2, 3, 4], "max_tokens": 8, "stream": True,
+        "stream_options": {"include_usage": True}, "temperature": 0.5, "return_token_ids": True}
+
+
+def test_at_a_constant_rate_the_peak_is_the_mean(stub, measure):
+    stub.script = metronome(0.01, 200)
+    block = measure(1, ClosedLoop(1))
+    assert throughput(block) <= peak_throughput(block) <= 1.1 * throughput(block)
+
+
+def metronome(period, count):
+    """``count`` tokens, one every ``period`` seconds by the clock."""
+    def script(reply):
+        reply.begin()
+        begin = time.perf_counter()
+        for token in range(count):
+            time.sleep(max(0, begin + period * (token + 1) - time.perf_counter()))
+            reply.say()
+        reply.end()
+    return script
+
+
+def test_a_window_counts_what_was_delivered_inside_it(stub, measure):
+    stub.script = metronome(0.01, 150)  # 1.5 s, of which the window of 4 s has 2 2/3
+    block = measure(1000, ClosedLoop(1), window=4.0)
+    assert block.wall == 4.0
+    assert throughput(block) == pytest.approx(100, rel=0.06)
+    done, cut = succeeded(block.requests), [record for record in block.requests if record.incomplete]
+    assert (len(done), len(cut)) == (2, 1), "those that the window cut off are listed apart"
+    assert not failed(block.requests)
+    assert 0 < cut[0].output_tokens < 150
+    assert all(time <= 4.0 for time, _ in cut[0].chunks)
+    assert summary("e2e", block.requests).count == 2
+
+
+def test_what_a_window_kept_from_being_sent_is_recorded(stub, measure):
+    stub.script = metronome(0.01, 100)
+    block = measure(1000, OpenLoop(rate=10, arrivals="constant", limit=1), window=1.5)
+    waiting = [record for record in block.requests if record.incomplete and not record.chunks]
+    assert waiting, "due, and never sent: a report without them would look as if there had been no queue"
+
+
+def test_failures_make_the_adjusted_percentile_endless_and_stand_beside_it(stub, measure):
+    def script(reply):
+        if len(stub.bodies) % 20 == 0:
+            reply.refuse(500)
+        else:
+            reply.begin()
+            reply.say()
+            reply.end()
+
+    stub.script = script
+    found = summary("e2e", measure(100, ClosedLoop(2)).requests)
+    assert found.error_share == 0.05
+    assert found.adjusted["p99"] == math.inf
+    assert found.percentiles["p99"] < 10
+    assert found.adjusted["p50"] < 10
+
+
+TIMES = st.floats(0, 100, allow_nan=False)
+
+
+@given(st.lists(TIMES, min_size=1), st.integers(0, 5))
+def test_min_median_and_max_are_in_order(values, endless):
+    values = sorted([*values, *[math.inf] * endless])
+    marks = [percentile(values, share) for share in (0, 0.5, 0.9, 0.99, 1)]
+    assert marks == sorted(marks)
+    assert (marks[0], marks[-1]) == (values[0], values[-1])
+
+
+@given(st.lists(st.lists(st.tuples(TIMES, st.integers(0, 5)), max_size=5).map(sorted), min_size=1), TIMES)
+def test_the_peak_is_never_below_the_mean(deliveries, extra):
+    records = [
+        RequestRecord(index, 0.0, 0.0, tuple(chunks), 100.0, 3, sum(tokens for _, tokens in chunks))
+        for index, chunks in enumerate(deliveries)]
+    block = BlockRecord("base", 0, 0, 0.5 + extra, tuple(records))
+    assert peak_throughput(block) >= throughput(block)
+    found = summary("e2e", block.requests)
+    assert found.low <= found.percentiles["p50"] <= found.high
+    assert found.low <= found.mean <= found.high
+
+
+def test_each_metric_has_its_formula_and_unit():
+    assert len({spec.name for spec in METRICS}) == len(METRICS)
+    assert all(spec.formula and spec.unit for spec in METRICS)

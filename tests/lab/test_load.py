@@ -1,0 +1,125 @@
+"""When requests are sent: arrival processes, limits, sessions, a target that dies."""
+
+import itertools
+import statistics
+import threading
+
+import pytest
+
+from hotswap.core.engine.clock import SystemClock
+from hotswap.core.interfaces.workload import WorkItem
+from hotswap.lab.load import ClosedLoop, OpenLoop, run_load
+from hotswap.lab.targets.target import Activity, Ending
+
+NOW = SystemClock().now
+
+
+class Echo:
+    """Answers each request with one token, ``delay`` seconds after it was sent."""
+
+    can_reset = False
+
+    def __init__(self, delay=0.01, dies_after=None, hangs=False):
+        self.delay, self.dies_after, self.hangs = delay, dies_after, hangs
+        self.sent, self.live, self.most = [], set(), 0
+        self.lock = threading.Lock()
+
+    def send(self, request, hearer):
+        with self.lock:
+            self.sent.append((NOW(), request))
+            self.live.add(request.id)
+            self.most = max(self.most, len(self.live))
+        if self.hangs:
+            return
+        if self.problem() is not None:
+            hearer.ended(Ending(NOW(), error="it is dead"))
+            return
+        threading.Timer(self.delay, self.answer, (request, hearer)).start()
+
+    def answer(self, request, hearer):
+        with self.lock:
+            self.live.discard(request.id)
+        hearer.arrived(NOW(), 1, [7])
+        hearer.ended(Ending(NOW(), "length", None, len(request.prompt), 1))
+
+    def abort(self, id):
+        self.live.discard(id)
+
+    def problem(self):
+        return "it is dead" if self.dies_after is not None and len(self.sent) >= self.dies_after else None
+
+    def finish(self):
+        return Activity()
+
+
+def numbered(*items):
+    return list(enumerate(items))
+
+
+def plain(count, **fields):
+    return numbered(*[WorkItem((1, 2), 1, **fields) for _ in range(count)])
+
+
+@pytest.mark.parametrize("arrivals, spread", [("constant", 0.0), ("poisson", 1.0), ("bursty", 2.0)])
+def test_arrivals_have_the_rate_and_the_burstiness_that_was_asked_for(arrivals, spread):
+    times = list(itertools.islice(OpenLoop(rate=5, arrivals=arrivals, burstiness=0.25).starts(seed=3), 20_000))
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    mean = statistics.mean(gaps)
+    assert mean == pytest.approx(0.2, rel=0.05)
+    assert statistics.pstdev(gaps) / mean == pytest.approx(spread, rel=0.05, abs=1e-6)
+
+
+def test_the_same_seed_gives_the_same_arrivals():
+    first, same, other = (list(itertools.islice(OpenLoop(rate=5).starts(seed), 50)) for seed in (1, 1, 2))
+    assert first == same != other
+
+
+def test_a_closed_loop_keeps_its_number_in_flight_and_no_more():
+    target = Echo()
+    stretch = run_load(target, plain(20), ClosedLoop(3), NOW, name="x")
+    assert target.most == 3
+    assert [record.index for record in stretch.records] == list(range(20))
+    assert all(record.planned == record.sent for record in stretch.records)
+    assert all(record.tokens == (7,) for record in stretch.records)
+
+
+def test_a_turn_waits_for_the_turn_before_and_then_its_pause():
+    items = numbered(WorkItem((1,), 1), WorkItem((1, 2), 1, after=0, pause=0.1), WorkItem((5,), 1))
+    for load in (ClosedLoop(3), OpenLoop(rate=1000, arrivals="constant")):
+        first, second, other = run_load(Echo(0.05), items, load, NOW, name="x").records
+        assert second.planned >= first.ended + 0.1 - 1e-3
+        assert second.sent - second.planned < 0.08
+        assert other.sent < first.ended
+
+
+def test_a_turn_whose_predecessor_is_not_of_this_stretch_waits_for_nobody():
+    records = run_load(Echo(), [(8, WorkItem((1,), 1, after=3))], ClosedLoop(1), NOW, name="x").records
+    assert [record.index for record in records] == [8]
+
+
+def test_sessions_and_new_requests_take_turns_in_an_endless_closed_loop():
+    def endless():
+        for index in itertools.count():
+            yield index, WorkItem((1,), 1, after=index - 1 if index % 2 else None)
+
+    records = run_load(Echo(0.005), endless(), ClosedLoop(2), NOW, name="x", window=0.5).records
+    done = {record.index for record in records if not record.incomplete}
+    assert sum(index % 2 for index in done) > len(done) / 4
+
+
+def test_items_with_times_of_their_own_keep_their_distances():
+    items = numbered(*[WorkItem((1,), 1, at=100 + 0.1 * place) for place in range(4)])
+    records = run_load(Echo(), items, OpenLoop(arrivals="workload"), NOW, name="x").records
+    assert [record.planned for record in records] == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+def test_a_target_that_dies_ends_the_stretch_and_keeps_what_was_measured():
+    records = run_load(Echo(dies_after=5), plain(10_000), ClosedLoop(2), NOW, name="x").records
+    assert len(records) < 20
+    assert sum(record.error is None for record in records) >= 3
+    assert {record.error for record in records} == {None, "it is dead"}
+
+
+def test_a_target_that_falls_silent_and_is_dead_does_not_hold_the_run_up():
+    records = run_load(Echo(hangs=True, dies_after=2), plain(4), ClosedLoop(2), NOW, name="x").records
+    assert [record.error for record in records] == ["it is dead"] * 2
