@@ -4,7 +4,6 @@ Without a deployment that is one engine. A deployment leads the config's ``paral
 and gets a factory for each; a factory may start another deployment, since the rest of the list may begin with one.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +38,7 @@ from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
 
 if TYPE_CHECKING:
-    from hotswap.core.execution.worker import WorkerBuilder
+    from hotswap.core.execution.worker import SharedModels, WorkerBuilder
     from hotswap.core.modeling.checkpoint import Checkpoint
 
 
@@ -67,16 +66,15 @@ class Assembly:
 
     def __init__(
         self, resolved: ResolvedConfig, registry: Registry, parts: Components, checkpoint: "Checkpoint",
-        facts: ModelFacts, max_model_len: int, clock: Clock,
+        facts: ModelFacts, max_model_len: int, clock: Clock, models: "SharedModels",
     ) -> None:
         self._resolved, self._registry, self._checkpoint = resolved, registry, checkpoint
-        self._facts, self._max_model_len, self._clock = facts, max_model_len, clock
+        self._facts, self._max_model_len, self._clock, self._models = facts, max_model_len, clock, models
         self.fronts = LiveComponents()
         self.notes: list[str] = []
         self._plans: dict[str, _Plan] = {}
         self._built: dict[str, BuiltEngine] = {}
-        self._shared: dict[str, WorkerBuilder] = {}  # by device
-        self._lock, self._meeting = threading.Lock(), Meeting()
+        self._meeting = Meeting()
         self._start = self._prepare(resolved.config, "", parts)
         check_span({name: plan.ranks for name, plan in self._plans.items()})
 
@@ -160,7 +158,8 @@ class Assembly:
         settings = WorkerSettings.choose(config, self._checkpoint, self._max_model_len, notes)
         alone = plan.ranks.world_size == 1 and plan.ranks.across is None
         device, sharers = place(settings.device, replica, alone)
-        settings = replace(settings, device=device, memory_fraction=settings.memory_fraction / sharers)
+        fraction = settings.memory_fraction / (sharers * self._models.engines)
+        settings = replace(settings, device=device, memory_fraction=fraction)
         if note := parts.attention.support().note:
             notes.append(f"attention: {note}")
         model = build_model(config, self._registry, self._checkpoint)
@@ -172,11 +171,7 @@ class Assembly:
             replace(
                 settings, graphs=keys, needs_graphs=config.execution.graphs == "full"),
             transfer=_transfer(parts))
-        if not (self._facts.concurrent and alone):
-            return builder
-        with self._lock:
-            shared = self._shared.setdefault(settings.device, builder)
-        return replace(builder, model=shared.model, loading=shared.loading)
+        return self._models.join(builder) if self._facts.concurrent and alone else builder
 
     def _loop(
         self, config: Config, parts: Components, live: LiveComponents, info: WorkerInfo, ranks: RankPlan,

@@ -22,6 +22,7 @@ from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
 
 if TYPE_CHECKING:
+    from hotswap.core.execution.worker import SharedModels
     from hotswap.core.modeling.checkpoint import Checkpoint
 
 RANKS_TIMEOUT_S = 5.0
@@ -93,21 +94,48 @@ class Built:
             built.components.observers.notify("hotswap_server_routes", app=app)
 
 
-def build_engine(resolved: ResolvedConfig, *, progress: bool = True, clock: Clock | None = None) -> Built:
-    """Load everything and start the loops. ConfigError (ModelLoadError among them) for whatever does not fit."""
-    config, registry = resolved.config, Registry()
-    parts = check_config(config, registry)
+@dataclass(frozen=True)
+class Opened:
+    """What is known of a config's model before its weights are loaded."""
+
+    checkpoint: "Checkpoint"
+    facts: ModelFacts
+    max_model_len: int
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def open_model(config: Config, registry: Registry, *, progress: bool = True) -> Opened:
+    """Read the checkpoint's config, not its weights. ConfigError for what no engine could be built of."""
     checkpoint = _open(config, progress)
     model = build_model(config, registry, checkpoint)
     facts, notes = _facts(config, registry, model, checkpoint)
-    max_model_len = _context_length(config, facts)
-    warnings = [*resolved.warnings, *checkpoint.warnings, *_odd_model(config, model, checkpoint)]
-    assembly = Assembly(resolved, registry, parts, checkpoint, facts, max_model_len, clock or SystemClock())
+    warnings = (*checkpoint.warnings, *_odd_model(config, model, checkpoint))
+    return Opened(checkpoint, facts, _context_length(config, facts), tuple(notes), warnings)
+
+
+def build_engine(
+    resolved: ResolvedConfig, *, progress: bool = True, clock: Clock | None = None,
+    models: "SharedModels | None" = None,
+) -> Built:
+    """Load everything and start the loops. ConfigError (ModelLoadError among them) for whatever does not fit.
+
+    ``models``: what engines of this process have loaded already. One that can share their weights does so.
+    """
+    from hotswap.core.execution.worker import SharedModels
+
+    config, registry = resolved.config, Registry()
+    parts = check_config(config, registry)
+    opened = open_model(config, registry, progress=progress)
+    assembly = Assembly(
+        resolved, registry, parts, opened.checkpoint, opened.facts, opened.max_model_len, clock or SystemClock(),
+        models or SharedModels())
     engine = assembly.start()
     honoured = frozenset(field for processor in parts.listed("logits_processors") for field in processor.honours)
     return Built(
-        engine, assembly.in_order(), resolved, checkpoint, facts, max_model_len, registry, honoured, assembly.fronts,
-        [*parts.notes, *notes, *assembly.notes], warnings)
+        engine, assembly.in_order(), resolved, opened.checkpoint, opened.facts, opened.max_model_len, registry,
+        honoured, assembly.fronts, [*parts.notes, *opened.notes, *assembly.notes],
+        [*resolved.warnings, *opened.warnings])
 
 
 def _open(config: Config, progress: bool) -> "Checkpoint":

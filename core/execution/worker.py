@@ -94,6 +94,24 @@ class LoadOnce:
             return self._weight_bytes
 
 
+class SharedModels:
+    """The models of a process, each built and loaded once for all engines that can share it. ``engines``: how many will
+    run beside one another; each gets that part of the memory."""
+
+    def __init__(self, engines: int = 1) -> None:
+        self.engines = engines
+        self._lock, self._first = threading.Lock(), dict[tuple[str, ...], WorkerBuilder]()
+
+    def join(self, builder: "WorkerBuilder") -> "WorkerBuilder":
+        """``builder`` with the model of the first one that was alike in all that a loaded model depends on."""
+        checkpoint, settings = builder.checkpoint, builder.settings
+        key = (str(checkpoint.path), checkpoint.revision, builder.model.ref.model_dump_json(), settings.device,
+               settings.dtype)
+        with self._lock:
+            first = self._first.setdefault(key, builder)
+        return replace(builder, model=first.model, loading=first.loading)
+
+
 @dataclass(frozen=True)
 class WorkerBuilder:
     """A :class:`WorkerFactory`: it builds and loads the worker where it is called. ``loading`` is that of every builder
@@ -119,6 +137,7 @@ class WorkerBuilder:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)  # a property of the calling thread
         self.loading.build(lambda: self._build(mesh, settings))
+        check_support(self.attention, model.attention_shapes({}), settings)
         worker = ModelWorker(  # before the weights, since a speculator may refuse the target
             model, model.facts(self.checkpoint.config), self.attention, self.speculator, self.processors, settings,
             self.clock or SystemClock().now, mesh, rank, self.checkpoint,
@@ -128,7 +147,6 @@ class WorkerBuilder:
 
     def _build(self, mesh: Mesh, settings: WorkerSettings) -> None:
         self.model.build(self.checkpoint.config, mesh, getattr(torch, settings.dtype), settings.device)
-        check_support(self.attention, self.model.attention_shapes({}), settings)
 
     def _load(self) -> int:
         with self.checkpoint.weights() as weights:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -9,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hotswap.core.config import load_config
 from hotswap.core.engine.build import build_engine
 from hotswap.core.errors import ConfigError
+from hotswap.core.execution.worker import SharedModels
+from hotswap.core.request import Request, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +73,56 @@ def test_an_architecture_that_nobody_knows_is_refused_with_those_that_there_are(
         message = refusal(model)
         assert "no component is registered for the checkpoint's architecture 'NobodyForCausalLM'" in message
         assert "LlamaForCausalLM" in message
+
+
+def test_engines_that_can_share_a_model_load_its_weights_once(directory):
+    loads = []
+
+    class Counted(SharedModels):
+        def join(self, builder):
+            joined = super().join(builder)
+            loads.append(id(joined.model))
+            return joined
+
+    models = Counted(engines=3)
+    engines = [
+        build_engine(load_config({
+            "model": {"path": str(directory)}, "device": "cpu", "dtype": dtype, "kvcache": {"memory": "1MiB"},
+            "scheduler": scheduler}, environ={}), progress=False, models=models)
+        for dtype, scheduler in (("float32", "chunked"), ("float32", "static"), ("bfloat16", "chunked"))]
+    try:
+        assert loads[0] == loads[1] != loads[2], "what has another dtype has other weights"
+        answers = [greedy(built) for built in engines[:2]]
+        assert answers[0] == answers[1]
+    finally:
+        for built in engines:
+            built.engine.stop()
+
+
+def greedy(built):
+    """Eight tokens behind a prompt."""
+    tokens, done = [], threading.Event()
+
+    def sink(output):
+        tokens.extend(output.token_ids)
+        if output.finish_reason is not None:
+            done.set()
+
+    built.engine.add(Request("one", [3, 1, 4, 1, 5], SamplingParams(temperature=0.0, max_tokens=8)), sink)
+    assert done.wait(30)
+    return tokens
+
+
+def test_each_of_the_engines_that_share_a_model_has_its_attention_checked(directory, monkeypatch):
+    from hotswap.plugins.attention.torch_sdpa import TorchAttention
+
+    models = SharedModels(2)
+    values = {"model": {"path": str(directory)}, "device": "cpu", "dtype": "float32", "kvcache": {"memory": "1MiB"}}
+    first = build_engine(load_config(values, environ={}), progress=False, models=models)
+    try:
+        support = TorchAttention.support
+        monkeypatch.setattr(TorchAttention, "support", lambda self: replace(support(self), head_dims=(7,)))
+        with pytest.raises(ConfigError, match="head size 16"):
+            build_engine(load_config(values, environ={}), progress=False, models=models)
+    finally:
+        first.engine.stop()
