@@ -47,7 +47,7 @@ class MadeUp(Executor):
         self.message: StepMessage | None = None
         self.verdict: Verdict | None = None
 
-    def launch(self, factory: Any, plan: Any) -> Any:
+    def launch(self, factory: Any, plan: Any, meeting: Any = None) -> Any:
         raise NotImplementedError
 
     def allocate(self, plan: Any) -> None: ...

@@ -112,13 +112,13 @@ class Assembly:
         names = list(self._plans)
         index = names.index(name)
         before = sum(self._plans[other].ranks.world_size for other in names[:index])
-        replica = Replica(name, index, len(names), before, self._meeting)
+        replica = Replica(name, index, len(names), before)
         ranks = replace(plan.ranks, replica=replica)
         factory = self._worker_factory(plan, replica)
         live = LiveComponents()
         for component in (factory.model, *parts.built.values()):
             live.add(component)
-        info = parts.executor.launch(factory, ranks)
+        info = parts.executor.launch(factory, ranks, self._meeting)
         try:
             cache_plan = self._allocate(config, parts, info, ranks.world_size)
             engine = self._loop(config, parts, live, info, ranks)
@@ -211,13 +211,19 @@ def rank_plan(parts: Components, facts: ModelFacts) -> RankPlan:
 
 
 def check_span(plans: Mapping[str, RankPlan]) -> None:
-    """A strategy that spans engines spans all of a process: those that take part would wait for one that does not."""
+    """A strategy that spans engines spans all of a process, of one rank each: those that take part in a step would wait
+    for one that does not."""
     spanning = {name: plan.across for name, plan in plans.items() if plan.across is not None}
     if left := [name for name in plans if name not in spanning]:
         for name, across in spanning.items():
             raise ConfigError(
                 f"{across.strategy} spreads engine {name!r} over all engines, but {', '.join(map(repr, left))} does "
                 "without; name it for every role, or for none", "parallel")
+    for name, across in spanning.items():
+        if (size := plans[name].world_size) > 1:
+            raise ConfigError(
+                f"{across.strategy} spreads over engines of one rank each, but other strategies give engine {name!r} "
+                f"{size}; leave those out, or name {across.strategy} before one whose ranks share a layer", "parallel")
 
 
 def build_model(config: Config, registry: Registry, checkpoint: "Checkpoint") -> Model:

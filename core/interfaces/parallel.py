@@ -49,12 +49,10 @@ class Replica:
     count: int = 1
     first_rank: int = 0
     """How many ranks the engines before it have together."""
-    meeting: Any = field(default=None, compare=False, repr=False)
-    """A :class:`Meeting`; None for an engine by itself. It stays in this process."""
 
 
 class Meeting:
-    """What the engines of one process share, by name."""
+    """What the executors of one process's engines share, by name."""
 
     def __init__(self) -> None:
         self._lock, self._shared = Lock(), dict[str, Any]()
@@ -197,7 +195,8 @@ class Executor(Component):
     contract: ClassVar[str] = "executor/1"
 
     @abstractmethod
-    def launch(self, factory: WorkerFactory, plan: RankPlan) -> WorkerInfo: ...
+    def launch(self, factory: WorkerFactory, plan: RankPlan, meeting: Meeting | None = None) -> WorkerInfo:
+        """Start the workers. ``meeting``: of the engines of this process, for a plan that spans them (``across``)."""
 
     @abstractmethod
     def allocate(self, plan: CachePlan) -> None:

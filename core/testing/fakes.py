@@ -16,7 +16,7 @@ from hotswap.core.interfaces.kv_transfer import AxisShard, CachePages, GroupPage
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec, GroupGrant
 from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.model import ModelFacts
-from hotswap.core.interfaces.parallel import Executor, RankPlan, Ticket, WorkerFactory, WorkerInfo
+from hotswap.core.interfaces.parallel import Executor, Meeting, RankPlan, Ticket, WorkerFactory, WorkerInfo
 from hotswap.core.interfaces.scheduler import Row, SuspendMode
 
 POISON = -1  # what Python's hash never is
@@ -202,7 +202,7 @@ class LateExecutor(Executor):
         self.cached: dict[str, int] = {}
         """Of requests whose pages a transfer fills: the tokens that lie in them already."""
 
-    def launch(self, factory: WorkerFactory, plan: RankPlan) -> WorkerInfo:
+    def launch(self, factory: WorkerFactory, plan: RankPlan, meeting: Meeting | None = None) -> WorkerInfo:
         worker = factory(plan, 0)
         assert isinstance(worker, FakeWorker), "LateExecutor drives a FakeWorker"
         self.worker = worker

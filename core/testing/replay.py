@@ -51,7 +51,7 @@ class _LoggedExecutor(Executor):
         self.verdicts = verdicts
         self.messages: list[StepMessage] = []
 
-    def launch(self, factory: Any, plan: Any) -> Any:
+    def launch(self, factory: Any, plan: Any, meeting: Any = None) -> Any:
         raise NotImplementedError("a replay has no workers")
 
     def allocate(self, plan: Any) -> None:

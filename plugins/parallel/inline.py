@@ -13,7 +13,16 @@ from hotswap.core.errors import ConfigError, EngineStoppedError
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.messages import StepMessage, Verdict
-from hotswap.core.interfaces.parallel import Executor, RankPlan, RankReport, Ticket, Worker, WorkerFactory, WorkerInfo
+from hotswap.core.interfaces.parallel import (
+    Executor,
+    Meeting,
+    RankPlan,
+    RankReport,
+    Ticket,
+    Worker,
+    WorkerFactory,
+    WorkerInfo,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +54,7 @@ class InlineExecutor(Executor):
         self._tickets: dict[Ticket, Future[Verdict]] = {}
         self._next: Ticket = 0
 
-    def launch(self, factory: WorkerFactory, plan: RankPlan) -> WorkerInfo:
+    def launch(self, factory: WorkerFactory, plan: RankPlan, meeting: Meeting | None = None) -> WorkerInfo:
         if plan.world_size != 1:
             raise ConfigError(
                 f"the inline executor runs one rank, the parallel strategies ask for {plan.world_size}; "

@@ -47,13 +47,13 @@ class Lockstep:
             crew.fail(f"another engine, which takes part in every step, is gone: {problem}")
 
 
-def lockstep_of(plan: RankPlan) -> Lockstep | None:
+def lockstep_of(plan: RankPlan, meeting: Meeting | None) -> Lockstep | None:
     """The one that the engines of ``plan`` share; None where they are independent. ConfigError for a number of engines
     that cannot work."""
     across, replica = plan.across, plan.replica
     if across is None:
         return None
-    if replica.count < 2 or replica.meeting is None:
+    if replica.count < 2 or meeting is None:
         raise ConfigError(
             f"{across.strategy} spreads over the engines of a deployment or over the ranks of tensor, and there is one "
             f"of each; name it behind data or before tensor: parallel: [{{use: data, replicas: 2}}, {across.strategy}] "
@@ -62,5 +62,4 @@ def lockstep_of(plan: RankPlan) -> Lockstep | None:
         raise ConfigError(
             f"{replica.count} engines cannot share {across.most} of {' and '.join(across.axes)}; at most {across.most} "
             "can", "parallel")
-    meeting: Meeting = replica.meeting
     return meeting.share("lockstep", lambda: Lockstep(replica.count))

@@ -18,6 +18,7 @@ from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
 from hotswap.core.interfaces.messages import EndedTransfer, StepMessage, Verdict
 from hotswap.core.interfaces.parallel import (
     Executor,
+    Meeting,
     RankPlan,
     RankReport,
     Ticket,
@@ -70,24 +71,23 @@ class ProcessesExecutor(Executor):
     def describe(self) -> Description:
         return Description(offers=frozenset({"ranks"}))
 
-    def launch(self, factory: WorkerFactory, plan: RankPlan) -> WorkerInfo:
+    def launch(self, factory: WorkerFactory, plan: RankPlan, meeting: Meeting | None = None) -> WorkerInfo:
         if self._crew is not None:
             raise RuntimeError("launch was called twice")
         secret, size, replica = secrets.token_bytes(SECRET_BYTES), plan.world_size, plan.replica
-        self._lockstep, self._index = lockstep_of(plan), replica.index
+        self._lockstep, self._index = lockstep_of(plan, meeting), replica.index
         self._crew = crew = Crew(self.parts["launcher"], size, secret, self._take, self._end)
         try:
             recipe, address = factory.recipe(), crew.listen()
-            if self._lockstep is None or replica.meeting is None:
+            if self._lockstep is None or meeting is None:
                 first, store = 0, self._meeting_place(crew)
             else:
                 self._lockstep.enter(self._index, crew)
-                first, store = size * self._index, replica.meeting.share("store", lambda: self._meeting_place(crew))
-            whole = over_engines(replace(plan, replica=replace(replica, meeting=None)), replica.count)
+                first, store = size * self._index, meeting.share("store", lambda: self._meeting_place(crew))
             job = Job(
-                0, address, secret.hex(), store, str(crew.scratch) if crew.scratch else None, whole, recipe.entry,
-                recipe.arguments, recipe.device, self.options.collective_timeout_s,
-                logging.getLogger("hotswap").getEffectiveLevel())
+                0, address, secret.hex(), store, str(crew.scratch) if crew.scratch else None,
+                over_engines(plan, replica.count), recipe.entry, recipe.arguments, recipe.device,
+                self.options.collective_timeout_s, logging.getLogger("hotswap").getEffectiveLevel())
             jobs = [job_arguments(replace(job, rank=rank, position=first + rank)) for rank in range(size)]
             frames = crew.start(ENTRY, jobs, self.options.start_timeout_s)
             ready = [decode(Ready, frame.payload) for frame in frames]

@@ -2,6 +2,7 @@
 switched on, and collectives as often and as large as the count on paper says."""
 
 import contextlib
+import copy
 import json
 import os
 import queue
@@ -14,7 +15,10 @@ import pytest
 import torch
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.execution.channel import decode, encode
+from hotswap.core.interfaces.parallel import RankPlan
 from hotswap.core.request import Request, SamplingParams
+from hotswap.plugins.parallel.inline import InlineExecutor
 
 CHUNKED = {"use": "chunked", "max_chunk": 7}
 NGRAM = {"use": "ngram", "min_n": 1, "max_n": 2, "max_draft": 3}
@@ -315,10 +319,31 @@ def child_processes():
     return find
 
 
+def test_what_an_executor_is_told_of_its_ranks_is_a_plain_value(run, tiny, monkeypatch):
+    """It can be copied, compared and sent to another process; what executors share lies beside it."""
+    told, real = [], InlineExecutor.launch
+
+    def launch(self, factory, plan, meeting):
+        told.append((plan, meeting))
+        return real(self, factory, plan, meeting)
+
+    monkeypatch.setattr(InlineExecutor, "launch", launch)
+    run(tiny.config("chunked", "prefix", "none", 1, parallel=[{"use": "data", "replicas": 2}]))
+    assert sorted(plan.replica.name for plan, _ in told) == ["0", "1"]
+    assert all(copy.deepcopy(plan) == decode(RankPlan, encode(plan)) == plan for plan, _ in told)
+    assert told[0][1] is told[1][1] is not None
+
+
 def test_experts_over_some_of_the_engines_are_refused_before_anything_starts(run, experts):
     parallel = [{"use": "disaggregated", "decode": 2, "decode_parallel": ["expert"]}]
     with pytest.raises(ConfigError, match=r"'decode0' over all engines, but 'prefill0' does without"):
         run(experts.config(CHUNKED, "prefix", {"use": "none"}, 1, parallel=parallel, kv_transfer="shm"))
+
+
+def test_experts_over_engines_of_several_ranks_are_refused_before_anything_starts(run, experts):
+    parallel = [{"use": "data", "replicas": 2}, {"use": "pipeline", "size": 2}, "expert"]
+    with pytest.raises(ConfigError, match="over engines of one rank each, but other strategies give engine '0' 2"):
+        run(experts.config(CHUNKED, "prefix", {"use": "none"}, 1, parallel=parallel))
 
 
 @pytest.mark.slow

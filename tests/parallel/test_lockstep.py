@@ -94,13 +94,13 @@ def test_however_they_come_no_turn_is_lost_and_steps_keep_their_order(arrived):
 
 def test_experts_over_engines_need_a_deployment_and_at_most_as_many_engines_as_experts():
     across = Across("expert", ("expert",), 3)
-    assert lockstep_of(RankPlan()) is None
+    assert lockstep_of(RankPlan(), None) is None
     with pytest.raises(ConfigError, match=r"parallel: \[{use: data, replicas: 2}, expert\]"):
-        lockstep_of(RankPlan(across=across))
+        lockstep_of(RankPlan(across=across), Meeting())
     with pytest.raises(ConfigError, match="4 engines cannot share 3 of expert"):
-        lockstep_of(RankPlan(across=across, replica=Replica("0", 0, 4, 0, Meeting())))
+        lockstep_of(RankPlan(across=across, replica=Replica("0", 0, 4)), Meeting())
     meeting = Meeting()
-    found = [lockstep_of(RankPlan(across=across, replica=Replica(str(i), i, 2, i, meeting))) for i in range(2)]
+    found = [lockstep_of(RankPlan(across=across, replica=Replica(str(i), i, 2, i)), meeting) for i in range(2)]
     assert found[0] is found[1] is not None
 
 
