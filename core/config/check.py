@@ -18,7 +18,7 @@ from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.kv_transfer import HANDOFF, KVTransfer
 from hotswap.core.interfaces.kvcache import KVCacheManager
-from hotswap.core.interfaces.parallel import Deployment, Executor
+from hotswap.core.interfaces.parallel import Deployment, Executor, ShardStrategy
 from hotswap.core.interfaces.scheduler import Scheduler
 from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.registry import Registry
@@ -100,6 +100,7 @@ def check_config(config: Config, registry: Registry, around: Sequence[Component]
     problems += unmet(dict(components.walk()), around)
     problems += _twice(components)
     problems += _deployments(components)
+    problems += _folding(components)
     problems += _roles(config, registry, components, around)
     problems += _files(config)
     if "speculator" in built:
@@ -319,6 +320,21 @@ def _deployments(components: Components) -> list[Problem]:
             problems.append(Problem(path, (
                 f"{component.label} runs several engines and cannot stand behind {strategy.label}, which spreads one "
                 "over several ranks; put it before.")))
+    return problems
+
+
+def _folding(components: Components) -> list[Problem]:
+    """Strategies are folded from the last one on: one that requires something of others must stand before them."""
+    problems, listed = [], components.listed("parallel")
+    for place, strategy in enumerate(listed):
+        needs = {need.capability for need in strategy.describe().requires if ShardStrategy.kind in need.kinds}
+        for early, other in enumerate(listed[:place]):
+            if other.kind == ShardStrategy.kind and needs & other.describe().offers:
+                order = [*listed[:early], strategy, *listed[early:place], *listed[place + 1 :]]
+                problems.append(Problem(join("parallel", place), (
+                    f"{strategy.label} spreads over the ranks that {other.label} makes, and must stand before it: "
+                    f"parallel: [{', '.join(each.name for each in order)}].")))
+                break
     return problems
 
 

@@ -94,6 +94,22 @@ def test_experts_without_ranks_to_lie_on_are_refused_without_a_checkpoint(check)
         check(parallel=among, speculator="none", execution="auto", kv_transfer="shm", kvcache="paged")
 
 
+def test_experts_behind_the_ranks_that_they_spread_over_are_refused_with_the_order_that_works(check):
+    copies, split, apart = {"use": "data", "replicas": 2}, {"use": "tensor", "size": 2}, {"use": "pipeline", "size": 2}
+    for wrong, right in (
+        ([split, "expert"], "[expert, tensor]"), ([copies, split, "expert"], "[data, expert, tensor]"),
+        ([apart, split, "expert"], "[pipeline, expert, tensor]"),
+        ([split, apart, "expert"], "[expert, tensor, pipeline]"),
+    ):
+        at = wrong.index("expert")
+        assert refusal(check, parallel=wrong, speculator="none", execution="auto") == (
+            f"parallel[{at}]: shard:expert spreads over the ranks that shard:tensor makes, and must stand before it: "
+            f"parallel: {right}.")
+        order = right.strip("[]").split(", ")
+        in_order = sorted(wrong, key=lambda each: order.index(each if isinstance(each, str) else each["use"]))
+        check(parallel=in_order, speculator="none", execution="auto")
+
+
 def test_all_refusals_are_told_at_once(check):
     message = refusal(
         check, scheduler={"use": "fake", "policy": "forking", "max_runing": 3}, kvcache="fkae",
