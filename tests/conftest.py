@@ -1,6 +1,8 @@
 """Before any test module is imported."""
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +11,26 @@ import pytest
 # Triton reads this while it is imported, which transformers does: without an NVIDIA driver its kernels are interpreted.
 if find_spec("triton") and not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def live_children(pid: int) -> list[int]:
+    """Processes that have ``pid`` as their parent and are not zombies.
+
+    Not from /proc/PID/task/TID/children, which the kernel fills reliably only while nobody starts or ends.
+    """
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture
+def children() -> Callable[[int], list[int]]:
+    """A function from a process id to the ids of its live children."""
+    return live_children
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,14 +11,10 @@ pytestmark = pytest.mark.slow
 TENSOR = {"use": "tensor", "size": 2}
 
 
-def pids(running: Any) -> set[int]:
-    """Of the children of this process that run our workers."""
-    children = set()
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if b"hotswap" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                children.add(int(pid))
-    return children
+@pytest.fixture
+def workers(children: Any) -> Any:
+    """A function that gives the ids of this process's children that run our workers."""
+    return lambda: {pid for pid in children(os.getpid()) if b"hotswap" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 def folders(running: Any) -> list[Path]:
@@ -31,14 +27,15 @@ def folders(running: Any) -> list[Path]:
     ("shm", None, None, [TENSOR], (2, 2)),
 ], ids=["tcp between two processes", "shm from one rank to two", "tcp from two ranks to one", "shm, all over tensor2"])
 def test_pages_travel_between_processes_and_tensor_sizes(
-    deploy: Any, book: Any, tiny: Any, wire: str, prefill: Any, decode: Any, inner: Any, ranks: tuple[int, int],
+    workers: Any, deploy: Any, book: Any, tiny: Any, wire: str, prefill: Any, decode: Any, inner: Any,
+    ranks: tuple[int, int],
 ) -> None:
     config = tiny.config("chunked", "prefix", "none", 2, num_blocks=300, parallel=[
         {"use": "disaggregated", "prefill_parallel": prefill, "decode_parallel": decode}, *inner])
     config["kv_transfer"] = {"use": wire, "hold_s": 2}
     config["execution"]["use"] = "processes"
     running = deploy(config)
-    assert len(pids(running)) == sum(ranks)
+    assert len(workers()) == sum(ranks)
     kept = folders(running)
     assert all(folder.is_dir() for folder in kept)
     prompts = tiny.prompts()
@@ -54,27 +51,27 @@ def test_pages_travel_between_processes_and_tensor_sizes(
     assert tuple(map(len, weights)) == ranks
     assert sum(weights[0]) == sum(weights[1]), "a rank of two has half of the heads"
     if ranks == (1, 1):
-        os.kill(max(pids(running)), 9)
+        os.kill(max(workers()), 9)
         lost = running.wait(running.submit(prompts, 40))
         assert {str(answer.finish_reason) for answer in lost} <= {"error", "length"}
         assert running.built.engine.health() is None
         for prompt, output in zip(prompts, running.generate(prompts, 8), strict=True):
             book.compare(tiny.reference, prompt, output)
     running.built.engine.stop()
-    assert not pids(running)
+    assert not workers()
     assert not any(folder.exists() for folder in kept)
 
 
-def test_replicas_of_two_ranks_each_behind_a_router(deploy: Any, book: Any, tiny: Any) -> None:
+def test_replicas_of_two_ranks_each_behind_a_router(workers: Any, deploy: Any, book: Any, tiny: Any) -> None:
     running = deploy(tiny.config("chunked", "prefix", "none", 2, parallel=[
         {"use": "data", "replicas": 2, "router": "prefix_aware"}, TENSOR]))
-    assert len(pids(running)) == 4
+    assert len(workers()) == 4
     prompts = tiny.prompts()
     for prompt, output in zip(prompts * 2, running.generate(prompts * 2, 12), strict=True):
         book.compare(tiny.reference, prompt, output)
     running.assert_clean()
     assert min(seen["length"] for seen in running.seen) >= 4
-    victim, *_ = sorted(pids(running))
+    victim, *_ = sorted(workers())
     os.kill(victim, 9)
     boxes = running.submit(prompts * 2, 12)
     reasons = [answer.finish_reason for answer in running.wait(boxes)]
@@ -84,13 +81,13 @@ def test_replicas_of_two_ranks_each_behind_a_router(deploy: Any, book: Any, tiny
     for prompt, output in zip(prompts, running.generate(prompts, 8), strict=True):
         book.compare(tiny.reference, prompt, output)
     running.built.engine.stop()
-    assert not pids(running)
+    assert not workers()
 
 
-def test_sizes_that_cannot_work_are_refused_before_any_process_starts(deploy: Any, tiny: Any) -> None:
+def test_sizes_that_cannot_work_are_refused_before_any_process_starts(workers: Any, deploy: Any, tiny: Any) -> None:
     from hotswap.core.errors import ConfigError
 
     with pytest.raises(ConfigError, match="3"):
         deploy(tiny.config("chunked", "prefix", "none", 1, parallel=[
             {"use": "data", "replicas": 2}, {"use": "tensor", "size": 3}]))
-    assert not pids(None)
+    assert not workers()

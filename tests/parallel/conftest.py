@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -70,22 +69,6 @@ class PlantedFactory:
         return WorkerRecipe("planted_ranks:make", self.faults, "cpu")
 
 
-class Family:
-    """The processes that descend from this one."""
-
-    @staticmethod
-    def children():
-        found = []
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = status.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == os.getpid() and fields[0] != "Z":
-                found.append(int(status.parent.name))
-        return found
-
-
 def plan(stages=1, width=2):
     dims = (MeshDim("tensor", width, ("heads",)),)
     if stages > 1:
@@ -106,15 +89,15 @@ def secret():
 
 
 @pytest.fixture
-def scratch(tmp_path, monkeypatch):
+def scratch(tmp_path, monkeypatch, children):
     """Where executors make their directories: nothing may be left of them after the test."""
     place = tmp_path / "t"
     place.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(place))
-    before = set(Family.children())
+    before = set(children(os.getpid()))
     shared = set(os.listdir("/dev/shm"))
     yield place
-    until(lambda: not set(Family.children()) - before, 5)
+    until(lambda: not set(children(os.getpid())) - before, 5)
     assert not list(place.iterdir())
     assert not {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith("torch_")}
 
@@ -134,12 +117,6 @@ def launch(tmp_path, monkeypatch, scratch):
     yield start
     for executor in started:
         executor.stop()
-
-
-@pytest.fixture
-def family():
-    """A function that gives the ids of this process's children."""
-    return Family.children
 
 
 @pytest.fixture

@@ -43,11 +43,11 @@ def test_verdicts_come_in_order_from_the_first_rank_of_the_last_stage_and_other_
         executor.submit(message(5))
 
 
-def test_a_killed_rank_ends_what_is_waited_for_within_five_seconds(launch, family, kill):
+def test_a_killed_rank_ends_what_is_waited_for_within_five_seconds(launch, children, kill):
     executor, _ = launch({"0": {"seconds": 60}})
     ticket, second = executor.submit(message(1)), executor.submit(message(2))
     assert not executor.done(ticket)
-    victim = max(family())  # the rank that is not waited for
+    victim = max(children(os.getpid()))  # the rank that is not waited for
     begin = time.monotonic()
     kill(victim)
     for each in (ticket, second):
@@ -167,11 +167,11 @@ def test_strangers_at_the_socket_are_hung_up_on_and_harm_nothing(launch, scratch
     executor.collect(executor.submit(message(1)))
 
 
-def test_neither_command_line_nor_environment_shows_the_secret(launch, family, monkeypatch):
+def test_neither_command_line_nor_environment_shows_the_secret(launch, children, monkeypatch):
     secret = bytes(range(100, 132))
     monkeypatch.setattr("hotswap.plugins.parallel.processes.secrets.token_bytes", lambda count: secret)
     launch()
-    ranks = family()
+    ranks = children(os.getpid())
     assert len(ranks) == 2
     for pid in ranks:
         shown = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()

@@ -23,16 +23,17 @@ def hotswap(*arguments):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])})
 
 
-def descendants(pid):
-    """Process ids below ``pid``."""
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += [int(child), *descendants(int(child))]
-    return found
+@pytest.fixture
+def descendants(children):
+    """A function that gives the process ids below one."""
+    def below(pid):
+        return [found for child in children(pid) for found in (child, *below(child))]
+
+    return below
 
 
 @pytest.fixture
-def served(scratch, monkeypatch):
+def served(scratch, monkeypatch, descendants):
     """``served(config)`` -> (process, its ranks, base URL, the lines that it writes)."""
     monkeypatch.setenv("TMPDIR", str(scratch))
     started, readers = [], []
