@@ -33,13 +33,14 @@ from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.parallel import Deployment, Executor, Launcher, Router, ShardStrategy
 from hotswap.core.interfaces.scheduler import QueuePolicy, Scheduler
 from hotswap.core.interfaces.speculator import Speculator
+from hotswap.core.interfaces.workload import Workload
 
 PREFIX = "hotswap."
 CONTRACT_GROUP = PREFIX + "contract"
 
 INTERFACES: tuple[type[Component], ...] = (
     Scheduler, QueuePolicy, KVCacheManager, EvictionPolicy, AttentionBackend, Speculator, LogitsProcessor, Model,
-    Executor, ShardStrategy, Launcher, Deployment, Router, KVTransfer, Observer,
+    Executor, ShardStrategy, Launcher, Deployment, Router, KVTransfer, Observer, Workload,
 )
 """One a kind. A kind without a written contract cannot be registered."""
 
