@@ -82,11 +82,22 @@ class BlockRecord:
 @dataclass(frozen=True)
 class Pair:
     """The same requests through both arms, one after the other: metric values by name. A metric that a block cannot
-    give (no request succeeded) is absent. ``base_first``: which of the two ran first, drawn by seed."""
+    give (no request succeeded) is absent; one that is without bound is infinite. ``base_first``: which of the two ran
+    first, drawn by seed for two pairs at a time, a quad: base, arm, arm, base or arm, base, base, arm. A pair that went
+    wrong keeps its place, with what it has."""
 
     base: Mapping[str, float]
     arm: Mapping[str, float]
     base_first: bool
+
+
+@dataclass(frozen=True)
+class Look:
+    """When the growing data was judged: ``progress``, the share of the planned time that was over, and ``pairs``, how
+    many there were of each arm."""
+
+    progress: float
+    pairs: Mapping[str, int]
 
 
 class Outcome(StrEnum):
@@ -100,8 +111,9 @@ class Outcome(StrEnum):
 @dataclass(frozen=True)
 class Comparison:
     """One metric of one arm against the base. ``effect``, ``low``, ``high``: relative (0.03 is 3 % more than the base),
-    or a plain difference where the metric is additive; the interval is simultaneous over all that are compared.
-    ``p``: adjusted for multiple comparisons and looks."""
+    or a plain difference where the metric is additive, and so is ``margin``; the interval is simultaneous over all that
+    are compared. Without data they are NaN, without a bound infinite. ``p``: adjusted for multiple comparisons and
+    looks."""
 
     arm: str
     metric: str
@@ -120,7 +132,12 @@ class Comparison:
 class Result:
     """An experiment, whole or as far as it came. ``stopped``: why it ended ("all verdicts are in", "time is over",
     "arm b died: …"); ``partial`` where that was not as planned. ``divergences``: where greedy outputs of an arm first
-    differ from the base's."""
+    differ from the base's (``arm``, ``index`` of the request, ``position`` of the token, ``base`` and ``arm_token``).
+
+    ``configs``: each arm's effective config, the base's first: its key is the base's name among the blocks. ``pairs``: by
+    arm, in the order in which they ran; with ``looks`` and the experiment's ``statistics`` they give ``comparisons``
+    again.
+    """
 
     experiment: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -130,3 +147,6 @@ class Result:
     stopped: str
     partial: bool
     divergences: Sequence[Mapping[str, Any]] = ()
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pairs: Mapping[str, Sequence[Pair]] = field(default_factory=dict)
+    looks: Sequence[Look] = ()

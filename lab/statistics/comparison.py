@@ -6,19 +6,11 @@ from math import expm1, inf, log1p, nan
 
 import numpy as np
 
-from hotswap.lab.records import Better, Comparison, MetricSpec, Outcome, Pair
+from hotswap.lab.records import Better, Comparison, Look, MetricSpec, Outcome, Pair
 from hotswap.lab.statistics import signed_rank
 from hotswap.lab.statistics.boundary import Boundary, Coins
 from hotswap.lab.statistics.settings import Settings
 from hotswap.lab.statistics.signed_rank import QUAD, Floats
-
-
-@dataclass(frozen=True)
-class Look:
-    """``progress``: the share of the planned time that was over; ``pairs``: how many there were of each arm."""
-
-    progress: float
-    pairs: Mapping[str, int]
 
 
 def analyse(

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from hotswap.lab.records import Comparison, MetricSpec, Outcome, Pair
-from hotswap.lab.statistics.comparison import Finding, Look, SequentialTest
+from hotswap.lab.records import Comparison, Look, MetricSpec, Outcome, Pair
+from hotswap.lab.statistics.comparison import Finding, SequentialTest
 from hotswap.lab.statistics.settings import Settings
 from hotswap.lab.statistics.signed_rank import QUAD
 
