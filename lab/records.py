@@ -134,9 +134,9 @@ class Result:
     "arm b died: …"); ``partial`` where that was not as planned. ``divergences``: where greedy outputs of an arm first
     differ from the base's (``arm``, ``index`` of the request, ``position`` of the token, ``base`` and ``arm_token``).
 
-    ``configs``: each arm's effective config, the base's first: its key is the base's name among the blocks. ``pairs``: by
-    arm, in the order in which they ran; with ``looks`` and the experiment's ``statistics`` they give ``comparisons``
-    again.
+    ``configs``: each arm's effective config, the base's first: its key is the base's name among the blocks. ``pairs``:
+    by arm, in the order in which they ran; with ``looks`` and the experiment's ``statistics`` they give
+    ``comparisons`` again.
     """
 
     experiment: Mapping[str, Any]
