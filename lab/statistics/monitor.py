@@ -12,7 +12,8 @@ class Monitor:
     """Is told each pair as it is done, looks at equal shares of the planned time, and says whether to stop and why.
 
         monitor = Monitor(["chunked"], metrics, settings)
-        while (reason := monitor.tell("chunked", next_pair(), elapsed / limit)) is None: ...
+        while (reason := monitor.enough(elapsed / limit)) is None:
+            monitor.add("chunked", next_pair())
         comparisons = monitor.finish(elapsed / limit)
 
     ``looks`` is kept with the results: ``analyse`` with it gives the same comparisons again.
@@ -28,10 +29,12 @@ class Monitor:
         self._pairs: dict[str, list[Pair]] = {arm: [] for arm in arms}
         self.looks: list[Look] = []
 
-    def tell(self, arm: str, pair: Pair, progress: float) -> str | None:
-        """``progress``: the share of the planned time, or of the planned pairs, that is over with this pair. None: go
-        on. Looks happen only when all arms have as many whole quads."""
+    def add(self, arm: str, pair: Pair) -> None:
         self._pairs[arm].append(pair)
+
+    def enough(self, progress: float) -> str | None:
+        """Why the run should stop; None: go on. ``progress``: the share of the planned time, or of the planned pairs,
+        that is over. Looks happen only when all arms have as many whole quads."""
         counts = {len(pairs) for pairs in self._pairs.values()}
         if len(counts) > 1 or counts.pop() % QUAD or progress < self._next_look():
             return None

@@ -52,7 +52,8 @@ def monitored(pairs, specs, settings):
     """The comparisons when the monitor stops, and the share of the pairs it needed."""
     monitor = Monitor(["arm"], specs, settings)
     for done, pair in enumerate(pairs, 1):
-        if monitor.tell("arm", pair, done / len(pairs)):
+        monitor.add("arm", pair)
+        if monitor.enough(done / len(pairs)):
             break
     return monitor.finish(done / len(pairs)), done / len(pairs)
 
@@ -283,7 +284,8 @@ def test_the_looks_of_a_run_give_its_comparisons_again():
     pairs = assigned(np.exp(0.03 * rng.standard_normal((160, 2))), 0.05, rng)
     monitor = Monitor(["arm"], metrics(2), FAST)
     for done, pair in enumerate(pairs, 1):
-        if monitor.tell("arm", pair, done / 80):
+        monitor.add("arm", pair)
+        if monitor.enough(done / 80):
             break
     assert len(monitor.looks) > 1
     assert monitor.finish(done / 80) == analyse({"arm": pairs[:done]}, metrics(2), FAST, monitor.looks)
@@ -294,7 +296,8 @@ def test_a_run_that_is_broken_off_has_only_the_error_of_its_time_to_spend():
     pairs = assigned(np.exp(0.03 * rng.standard_normal((80, 1))), 0.0, rng)
     monitor = Monitor(["arm"], metrics(1), FAST)
     for pair in pairs:
-        monitor.tell("arm", pair, 0.01)
+        monitor.add("arm", pair)
+        monitor.enough(0.01)
     broken_off, = monitor.finish(0.3)
     whole, = analyse({"arm": pairs}, metrics(1), FAST)
     assert broken_off.high - broken_off.low > whole.high - whole.low
@@ -304,9 +307,11 @@ def test_arms_that_are_not_as_far_are_not_looked_at():
     monitor = Monitor(["a", "b"], [TIME], FAST)
     first, second = in_quads([1.0, 1.0], [1.0, 1.0])
     assert first.base_first != second.base_first
-    told = [monitor.tell("a", first, 1), monitor.tell("a", second, 1), monitor.tell("b", first, 1)]
-    assert told == [None, None, None] and not monitor.looks
-    assert monitor.tell("b", second, 1) == "time is over"
+    for arm, pair in (("a", first), ("a", second), ("b", first)):
+        monitor.add(arm, pair)
+        assert monitor.enough(1) is None and not monitor.looks
+    monitor.add("b", second)
+    assert monitor.enough(1) == "time is over"
 
 
 def test_too_few_pairs_are_not_enough_data_whatever_they_say():
