@@ -139,7 +139,7 @@ class Assembly:
                     TransferLayout(
                         info.cache_specs, plan, ranks, self._clock.now, self._checkpoint.revision)))
             parts.executor.allocate(plan)
-        except (MemoryError, RuntimeError) as error:  # numpy's and torch's word for it
+        except MemoryError as error:
             elsewhere = "" if transfer is None else ", what kv_transfer takes"
             raise ConfigError(
                 f"there is not enough memory for the cache ({error}); lower kvcache.memory or kvcache.num_blocks"

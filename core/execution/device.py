@@ -1,6 +1,8 @@
 """Which device, which dtype, how much memory: what "auto" chooses, and why."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,21 @@ def free_bytes(device: str) -> int:
         free, _ = torch.cuda.mem_get_info(torch.device(device))
         return free
     return min(_free_host_bytes(), _free_cgroup_bytes())
+
+
+_NO_MEMORY = ("out of memory", "DefaultCPUAllocator", "Storage size calculation overflowed")
+"""What torch says where it has only a RuntimeError for it: on CPUs, and for pinned memory."""
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """What torch raises where memory does not suffice becomes MemoryError, as numpy has it; nothing else does."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY):
+            raise MemoryError(str(error)) from error
+        raise
 
 
 def _has_bfloat16(device: str) -> bool:

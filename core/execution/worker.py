@@ -14,7 +14,7 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
-from hotswap.core.execution.device import choose_device, choose_dtype, free_bytes
+from hotswap.core.execution.device import choose_device, choose_dtype, free_bytes, memory_errors
 from hotswap.core.execution.graphs import GraphDevice, StepGraphs, capturing_device, reserve_bytes
 from hotswap.core.execution.runner import ModelRunner
 from hotswap.core.execution.speculation import Speculation, SpeculatorCache
@@ -223,6 +223,7 @@ class ModelWorker:
             max_model_len=self._settings.max_model_len,
         )
 
+    @memory_errors()
     def allocate(self, plan: CachePlan) -> None:
         settings, needs = self._settings, self._needs
         max_tokens = settings.max_model_len + needs.lookahead + 1  # drafts, and the token after the last

@@ -151,7 +151,10 @@ class Worker(Protocol):
     """One rank. Built by a factory where it will run."""
 
     def info(self) -> WorkerInfo: ...
-    def allocate(self, plan: CachePlan) -> None: ...
+
+    def allocate(self, plan: CachePlan) -> None:
+        """MemoryError where there is not enough; whatever else is raised is no question of sizes."""
+
     def execute(self, message: StepMessage) -> Verdict: ...
 
     def join(self) -> None:
@@ -200,7 +203,8 @@ class Executor(Component):
 
     @abstractmethod
     def allocate(self, plan: CachePlan) -> None:
-        """Pages have been divided: make room for them on every rank."""
+        """Pages have been divided: make room for them on every rank. MemoryError where one has not enough, ConfigError
+        as a rank raised it, EngineStoppedError where one has failed."""
 
     @abstractmethod
     def submit(self, message: StepMessage) -> Ticket: ...

@@ -48,6 +48,8 @@ class Crew:
         """A directory of mode 0700 for what the ranks of one machine share; None where they are on several."""
         self.problem: str | None = None
         """Why a rank is gone, or "stopped"."""
+        self.short_of_memory = False
+        """That is why."""
 
     def listen(self) -> str:
         """The address that ranks must report to."""
@@ -174,7 +176,8 @@ class Crew:
                     failure = decode(Failure, frame.payload)
                     self._told.add(rank)
                     problem = f"has failed: {failure.message}"
-                    self.fail(self._cause(rank, problem) if failure.lost else f"rank {rank} {problem}")
+                    cause = self._cause(rank, problem) if failure.lost else f"rank {rank} {problem}"
+                    self.fail(cause, memory=failure.memory)
                 else:
                     self._answers[rank].put(frame)
         except ChannelClosedError as error:
@@ -198,14 +201,14 @@ class Crew:
             Event().wait(_POLL_S)
         return f"rank {rank} {problem}"
 
-    def fail(self, problem: str, told: bool = False) -> None:
+    def fail(self, problem: str, told: bool = False, memory: bool = False) -> None:
         """A rank is gone, or another that it cannot do without. The first reason counts. ``told``: whoever asked the
         rank will be told, and tell it."""
         with self._lock:
             if self.problem is not None:
                 logger.debug("%s", problem)
                 return
-            self.problem = problem
+            self.problem, self.short_of_memory = problem, memory
         logger.log(logging.DEBUG if told else logging.ERROR, "%s", problem)
         self._on_end(problem)
 

@@ -100,10 +100,13 @@ class ProcessesExecutor(Executor):
         return _merged(ready)
 
     def allocate(self, plan: CachePlan) -> None:
+        crew = self._running
         try:
-            self._running.ask(Kind.ALLOCATE, encode(plan), Kind.DONE)
+            crew.ask(Kind.ALLOCATE, encode(plan), Kind.DONE)
         except EngineStoppedError as error:
-            raise RuntimeError(str(error)) from error  # as an allocation on this side would have failed
+            if crew.short_of_memory:
+                raise MemoryError(str(error)) from error  # as an allocation on this side would have failed
+            raise
 
     def submit(self, message: StepMessage) -> Ticket:
         crew, verdict = self._running, Future[Verdict]()

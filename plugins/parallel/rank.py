@@ -72,10 +72,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a rank. ``lost``: in a collective, which says of itself no more than that it lost others."""
+    """What went wrong on a rank. ``lost``: in a collective, which says of itself no more than that it lost others.
+    ``memory``: there was not enough of it."""
 
     message: str
     lost: bool
+    memory: bool
 
 
 def serve(arguments: dict[str, Any]) -> None:
@@ -95,7 +97,7 @@ def serve(arguments: dict[str, Any]) -> None:
     except ConfigError as error:
         channel.send(Kind.REFUSED, encode(Refusal(error.message, error.path)))
     except Exception as error:
-        failure = Failure(_short(blame(error)), lost=_in_collective(error))
+        failure = Failure(_short(blame(error)), lost=_in_collective(error), memory=isinstance(error, MemoryError))
         logger.log(logging.DEBUG if failure.lost else logging.ERROR, "rank %d has failed", job.rank, exc_info=True)
         channel.send(Kind.FAILED, encode(failure))
     finally:

@@ -1,10 +1,12 @@
 """From a config to an engine: what does not fit together is refused, and nothing is left behind."""
 
 import json
+import re
 import threading
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hotswap.core.config import load_config
@@ -12,6 +14,7 @@ from hotswap.core.engine.build import build_engine
 from hotswap.core.errors import ConfigError
 from hotswap.core.execution.worker import SharedModels
 from hotswap.core.request import Request, SamplingParams
+from hotswap.plugins.attention.torch_sdpa import TorchAttention
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,23 @@ def test_a_context_longer_than_the_models_is_refused_with_both_numbers(directory
 
 def test_a_cache_too_small_for_one_request_is_refused_and_the_worker_stopped(directory):
     assert "kvcache.num_blocks" in refusal({"path": str(directory)}, kvcache={"num_blocks": 3})
+
+
+@pytest.mark.parametrize("numbers", [2**50, 2**62], ids=["more than there is", "more than can be counted"])
+def test_pages_that_memory_does_not_hold_are_refused_with_what_to_lower(directory, monkeypatch, numbers):
+    monkeypatch.setattr(TorchAttention, "allocate", lambda *arguments: torch.empty(numbers))
+    assert re.match(
+        r"kvcache: there is not enough memory for the cache \(.+\); lower kvcache.memory or kvcache.num_blocks",
+        refusal({"path": str(directory)}))
+
+
+def test_what_else_fails_while_pages_are_made_is_told_as_it_is(directory, monkeypatch):
+    def allocate(*arguments):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(TorchAttention, "allocate", allocate)
+    with pytest.raises(RuntimeError, match="^no kernel image is available$"):
+        build({"path": str(directory)})
 
 
 def test_an_architecture_that_nobody_knows_is_refused_with_those_that_there_are(directory, tmp_path):

@@ -37,6 +37,10 @@ class Planted:
     def allocate(self, plan):
         if "allocate" in self.faults:
             raise MemoryError(self.faults["allocate"])
+        if "break" in self.faults:
+            raise RuntimeError(self.faults["break"])
+        if "vanish" in self.faults:
+            os._exit(self.faults["vanish"])
         if "layout" in self.faults:
             raise ConfigError(self.faults["layout"], "kv_transfer")
 

@@ -123,7 +123,16 @@ def test_a_rank_that_dies_before_it_is_ready_is_named(launch):
 
 def test_a_rank_without_memory_for_its_pages_says_so(launch):
     executor, _ = launch({"1": {"allocate": "no room for pages"}})
-    with pytest.raises(RuntimeError, match="rank 1 has failed: MemoryError: no room for pages"):
+    with pytest.raises(MemoryError, match="^rank 1 has failed: MemoryError: no room for pages$"):
+        executor.allocate(CachePlan({"full": GroupPlan(4, 4)}))
+
+
+@pytest.mark.parametrize("fault, told", [
+    ({"break": "the kernel is missing"}, "^rank 1 has failed: RuntimeError: the kernel is missing$"),
+    ({"vanish": 7}, "^rank 1 ended with exit code 7$")])
+def test_what_else_ends_a_rank_at_its_pages_is_no_lack_of_memory(launch, fault, told):
+    executor, _ = launch({"1": fault})
+    with pytest.raises(EngineStoppedError, match=told):
         executor.allocate(CachePlan({"full": GroupPlan(4, 4)}))
 
 
