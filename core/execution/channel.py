@@ -101,17 +101,20 @@ class Channel:
     """One end of a connection. ``send`` may be called from several threads, ``receive`` from one."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._lock = connection, Lock()
+        self._socket, self._lock, self._patience = connection, Lock(), -1.0
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """ChannelClosedError where the peer is gone."""
         if len(payload) > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {len(payload)} bytes is longer than the limit of {MAX_FRAME_BYTES}")
+        if not self._lock.acquire(timeout=self._patience):
+            raise ChannelClosedError("the peer reads nothing: another message to it does not end")
         try:
-            with self._lock:
-                self._socket.sendall(_HEADER.pack(len(payload), kind) + payload)
+            self._socket.sendall(_HEADER.pack(len(payload), kind) + payload)
         except OSError as error:
             raise ChannelClosedError(f"the peer is gone: {error}") from error
+        finally:
+            self._lock.release()
 
     def receive(self) -> Frame:
         """Wait for a frame. ChannelClosedError."""
@@ -121,7 +124,9 @@ class Channel:
         return Frame(Kind(kind), _read(self._socket, length))
 
     def set_timeout(self, seconds: float) -> None:
-        """How long the peer may stand still in the middle of a ``send`` or a ``receive``; it is gone then."""
+        """How long the peer may stand still in the middle of a ``send`` or a ``receive``, and a ``send`` wait for one of
+        another thread; it is gone then."""
+        self._patience = seconds
         self._socket.settimeout(seconds)
 
     def close(self) -> None:

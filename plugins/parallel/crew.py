@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
 
+from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.errors import ConfigError, EngineStoppedError
 from hotswap.core.execution.channel import Channel, ChannelClosedError, Frame, Kind, Listener, decode
 from hotswap.core.interfaces.parallel import Launcher
@@ -33,16 +34,17 @@ class Crew:
 
     def __init__(
         self, launcher: Launcher, size: int, secret: bytes, on_news: Callable[[Frame], None],
-        on_end: Callable[[str], None],
+        on_end: Callable[[str], None], clock: Clock | None = None,
     ) -> None:
         self._launcher, self._size, self._secret = launcher, size, secret
-        self._on_news, self._on_end = on_news, on_end
+        self._on_news, self._on_end, self._clock = on_news, on_end, clock or SystemClock()
         self._channels: dict[int, Channel] = {}
         self._answers: list[SimpleQueue[Frame]] = [SimpleQueue() for _ in range(size)]
         self._refusals: SimpleQueue[Refusal] = SimpleQueue()
         self._told: set[int] = set()
         """Ranks that said themselves why they end."""
-        self._lock = Lock()
+        self._lock, self._over = Lock(), Event()
+        """``_over`` is set when ``problem`` is."""
         self._listener: Listener | None = None
         self.scratch: Path | None = None
         """A directory of mode 0700 for what the ranks of one machine share; None where they are on several."""
@@ -94,15 +96,19 @@ class Crew:
             raise
 
     def stop(self, timeout_s: float) -> None:
+        """Within about ``timeout_s`` all have ended, be they many and none of them willing."""
+        end = self._clock.now() + timeout_s
         with self._lock:
             self.problem = self.problem or "stopped"
             channels = list(self._channels.values())
+        self._over.set()
         for channel in channels:
             with contextlib.suppress(OSError):  # gone already, or closed by an earlier call
-                channel.set_timeout(timeout_s)  # who reads nothing must not keep the others from being told
+                # Who reads nothing must not keep the others from being told.
+                channel.set_timeout(max(0.0, end - self._clock.now()))
                 channel.send(Kind.STOP)
         self._hang_up_listener()
-        self._launcher.stop(timeout_s)
+        self._launcher.stop(max(0.0, end - self._clock.now()))
         for channel in channels:
             channel.close()
         if self.scratch is not None:
@@ -115,19 +121,18 @@ class Crew:
 
     def _await(self, kind: Kind, timeout_s: float | None = None, watch: bool = False) -> list[Frame]:
         """``watch``: a process may end before it has reported, so that no channel tells of it."""
-        frames, waited = [], 0.0
+        frames, begun = [], self._clock.now()
         for answers in self._answers:
             while True:
                 with contextlib.suppress(Empty):
                     frame = answers.get(timeout=_POLL_S)
                     break
-                waited += _POLL_S
                 if watch and (ended := self._ended()):
                     rank = min(ended)
                     self.fail(f"rank {rank} {ended[rank]} before it was ready; what it wrote above says why")
                 if self.problem is not None:
                     raise EngineStoppedError(self.problem)
-                if timeout_s is not None and waited > timeout_s:
+                if timeout_s is not None and self._clock.now() - begun > timeout_s:
                     raise EngineStoppedError(f"not every rank was ready within {timeout_s:g} s")
             if frame.kind is not kind:
                 raise EngineStoppedError(f"a rank answered {frame.kind.name} where {kind.name} was due")
@@ -196,9 +201,8 @@ class Crew:
                 cause = rank if rank in ended else min(ended)
                 logger.debug("rank %d %s", rank, problem)
                 return f"rank {cause} {ended[cause]}"
-            if self.problem is not None:
+            if self._over.wait(_POLL_S):
                 break
-            Event().wait(_POLL_S)
         return f"rank {rank} {problem}"
 
     def fail(self, problem: str, told: bool = False, memory: bool = False) -> None:
@@ -209,6 +213,7 @@ class Crew:
                 logger.debug("%s", problem)
                 return
             self.problem, self.short_of_memory = problem, memory
+        self._over.set()
         logger.log(logging.DEBUG if told else logging.ERROR, "%s", problem)
         self._on_end(problem)
 

@@ -1,5 +1,6 @@
 """The ray launcher, on a real cluster of two nodes on this machine."""
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -35,6 +36,14 @@ def cluster():
         yield made
         ray.shutdown()
         made.shutdown()
+
+
+@contextlib.contextmanager
+def joined(cluster):
+    """This process belongs to the cluster, whatever launchers do."""
+    ray.init(address=cluster.address)
+    yield
+    ray.shutdown()
 
 
 def launcher(address, **options):
@@ -91,7 +100,27 @@ def test_ranks_on_two_nodes_compute_what_one_device_does_and_a_dead_node_ends_th
             generate(built, 4)
     finally:
         built.engine.stop()
-    assert all(entry["state"] == "REMOVED" for entry in ray.util.placement_group_table().values())
+    assert not ray.is_initialized(), "the connection that the launcher made goes with it"
+    with joined(cluster):  # and the cluster stays
+        assert len([node for node in ray.nodes() if node["Alive"]]) == 2
+        table = ray.util.placement_group_table()
+    assert all(entry["state"] == "REMOVED" for entry in table.values())
+
+
+def test_a_connection_that_others_made_stays_when_the_launchers_go(cluster):
+    first, second = (
+        Registry().build("launcher", ComponentRef(**launcher(cluster.address)), "execution") for _ in range(2))
+    with joined(cluster):
+        first.host()
+        first.stop(1)
+        first.stop(1)
+        assert ray.is_initialized()
+    first.host()
+    second.host()
+    first.stop(1)
+    assert ray.is_initialized(), "the other one still needs it"
+    second.stop(1)
+    assert not ray.is_initialized()
 
 
 def test_a_cluster_without_room_is_refused_with_what_it_has(cluster):

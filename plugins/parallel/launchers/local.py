@@ -1,5 +1,6 @@
 """Workers as child processes on this machine."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,8 +10,15 @@ from collections.abc import Sequence
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
+from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.parallel import Launcher
+
+_BY_FORCE_S = 5.0
+"""How long to wait for the system to end what was killed."""
+
+_LAST_WORDS_S = 1.0
+"""How long to wait for the end of a child that reads no more, to say how it ended."""
 
 
 class LocalLauncher(Launcher):
@@ -24,6 +32,7 @@ class LocalLauncher(Launcher):
     def __init__(self, options: Any = None, parts: Any = None) -> None:
         super().__init__(options, parts)
         self._processes: list[Popen[bytes]] = []
+        self._clock: Clock = SystemClock()
 
     def host(self) -> str | None:
         return None
@@ -40,10 +49,8 @@ class LocalLauncher(Launcher):
             except OSError as error:
                 raise ConfigError(f"{sys.executable} could not be started again as a worker: {error}") from error
             self._processes.append(process)
-            assert process.stdin is not None
-            with process.stdin as stdin:
-                stdin.write(json.dumps({"call": entry, "arguments": {
-                    **given, "local_rank": place, "local_size": len(arguments)}}).encode())
+            self._tell(place, process, {
+                "call": entry, "arguments": {**given, "local_rank": place, "local_size": len(arguments)}})
 
     def ended(self) -> dict[int, str]:
         return {
@@ -52,14 +59,33 @@ class LocalLauncher(Launcher):
         }
 
     def stop(self, timeout_s: float) -> None:
+        self._wait(timeout_s)
         for process in self._processes:
-            try:
-                process.wait(timeout_s)
-            except TimeoutExpired:
-                timeout_s = 0.0  # they had their time together
+            if process.poll() is None:
                 process.kill()
-                process.wait()
+        self._wait(_BY_FORCE_S)
         self._processes.clear()
+
+    def _wait(self, timeout_s: float) -> None:
+        """For all of them together, be they slow one behind the other."""
+        end = self._clock.now() + timeout_s
+        for process in self._processes:
+            with contextlib.suppress(TimeoutExpired):
+                process.wait(max(0.0, end - self._clock.now()))
+
+    def _tell(self, place: int, process: Popen[bytes], what: dict[str, Any]) -> None:
+        assert process.stdin is not None
+        try:
+            with process.stdin as stdin:
+                stdin.write(json.dumps(what).encode())
+        except BrokenPipeError as error:
+            with contextlib.suppress(TimeoutExpired):
+                process.wait(_LAST_WORDS_S)
+            code = process.poll()
+            raise ConfigError(
+                f"worker {place} (process {process.pid}, {sys.executable}) "
+                f"{'closed its standard input' if code is None else _reason(code)} before it was told what to do; what "
+                "it wrote to standard error, above, says why", "execution.launcher") from error
 
 
 def _reason(code: int) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from threading import Lock
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,13 +16,46 @@ from hotswap.core.interfaces.parallel import Launcher
 from hotswap.plugins.parallel.launchers.local import loopback
 
 
+class Connection:
+    """This process's to a Ray cluster, of which Ray knows one: launchers share it, and the last of them ends it. One that
+    was there before them is whoever's made it, and stays."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._made = Lock(), 0, False
+
+    def join(self, ray: Any, address: str, environment: dict[str, str]) -> None:
+        """What ``ray.init`` raises, where there is no cluster."""
+        with self._lock:
+            if not self._users:
+                self._made = not ray.is_initialized()
+            if not ray.is_initialized():
+                ray.init(address=address, runtime_env={"env_vars": environment})
+            self._users += 1
+
+    def leave(self, ray: Any) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._made and not self._users:
+                ray.shutdown()
+
+
+_CONNECTION = Connection()
+
+
 class RayLauncher(Launcher):
     """An actor a rank, in one placement group (Moritz et al., "Ray", 2018). Choose it to spread ranks over the machines
     of a Ray cluster; on one machine `local` starts sooner and needs nothing.
 
     Ray starts processes and says when they end, no more: a rank gets a function's name and JSON, and talks to its
     executor over a TCP channel that asks for the secret. Every machine must have hotswap and the model under the same
-    paths. What Ray itself sends, the secret among it, is as private as the cluster's network, or as Ray's TLS makes it.
+    paths.
+
+    Use it on a private network alone. The ranks' channel proves who is there, and encrypts nothing: prompts travel over
+    it, and the secret of a KV transfer. torch.distributed proves nothing either: the store where ranks meet listens on
+    every interface of this machine, gloo's and NCCL's ports take whoever connects, and hidden states and keys and values
+    go over them as they are. What Ray itself sends, the channel's secret among it, Ray's TLS can protect, and nothing
+    else. So: an interface or a VLAN between the machines that nobody else reaches, or a VPN, and all their ports closed
+    to others.
     """
 
     class Options(ComponentOptions):
@@ -86,6 +120,9 @@ class RayLauncher(Launcher):
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
         self._actors, self._runs, self._group = [], [], None
+        if self._ray is not None:
+            ray, self._ray = self._ray, None
+            _CONNECTION.leave(ray)
 
     def _reason(self, run: Any) -> str:
         try:
@@ -106,13 +143,12 @@ class RayLauncher(Launcher):
                 f"{self.label} needs Ray, which cannot be imported ({error}); pip install 'hotswap[ray]', or use the "
                 "launcher local", "execution.launcher") from error
         environment = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        if not ray.is_initialized():
-            try:
-                ray.init(address=self.options.address or "auto", runtime_env={"env_vars": environment})
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(
-                    f"there is no Ray cluster at {self.options.address or 'this machine'} ({error}); start one with "
-                    "'ray start --head', or give its address", "execution.launcher.address") from error
+        try:
+            _CONNECTION.join(ray, self.options.address or "auto", environment)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"there is no Ray cluster at {self.options.address or 'this machine'} ({error}); start one with "
+                "'ray start --head', or give its address", "execution.launcher.address") from error
         self._ray = ray
         return ray
 
