@@ -124,8 +124,8 @@ class Channel:
         return Frame(Kind(kind), _read(self._socket, length))
 
     def set_timeout(self, seconds: float) -> None:
-        """How long the peer may stand still in the middle of a ``send`` or a ``receive``, and a ``send`` wait for one of
-        another thread; it is gone then."""
+        """How long the peer may stand still in the middle of a ``send`` or a ``receive``, and a ``send`` wait for
+        that of another thread; it is gone then."""
         self._patience = seconds
         self._socket.settimeout(seconds)
 

@@ -34,7 +34,7 @@ from hotswap.core.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
 
-FOLDER, LOCK = "hotswap-kv-", "lock"
+FOLDER, UNFINISHED, LOCK = "hotswap-kv-", "hotswap-new-", "lock"
 COUNTERS = ("kept", "read", "expired", "fetched", "failed", "refused", "shunned", "fetched_tokens")
 
 FAILURES, SHUN_S = 3, 30.0
@@ -266,21 +266,35 @@ class PeerTransfer(KVTransfer):
 
 def make_folder(place: Path) -> tuple[Path, IO[str]]:
     """A folder of mode 0700 and the lock that says that its owner lives. Those of owners that do not are removed: a
-    process that was killed could not."""
-    for old in place.glob(f"{FOLDER}*"):
+    process that was killed could not, be it while it made one."""
+    for old in [*place.glob(f"{FOLDER}*"), *place.glob(f"{UNFINISHED}*")]:
         with contextlib.suppress(OSError):  # it has just gone, or its owner lives
             found = old.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():  # nobody else can have put anything there
                 _remove_if_left(old)
-    made = Path(tempfile.mkdtemp(prefix="hotswap-new-", dir=place))
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=place))
+        with contextlib.suppress(FileNotFoundError):  # somebody took it for one that was left
+            return _claim(made)
+
+
+def _claim(made: Path) -> tuple[Path, IO[str]]:
     lock = (made / LOCK).open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return made.rename(made.with_name(made.name.replace("hotswap-new-", FOLDER))), lock
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return made.rename(made.with_name(made.name.replace(UNFINISHED, FOLDER))), lock
+    except FileNotFoundError:
+        lock.close()
+        raise
 
 
 def _remove_if_left(folder: Path) -> None:
     """BlockingIOError where its owner lives."""
-    handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        folder.rmdir()  # nothing has been put there
+        return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)

@@ -17,6 +17,7 @@ import pytest
 
 from hotswap.core.errors import ConfigError, QueueFullError
 from hotswap.core.request import FinishReason, Handoff
+from hotswap.plugins.kv_transfer import peer
 from hotswap.plugins.kv_transfer.peer import make_folder
 from hotswap.plugins.kv_transfer.shm import SharedMemoryWorker
 from hotswap.plugins.kv_transfer.tcp import TcpWorker
@@ -451,12 +452,32 @@ def test_what_a_killed_server_has_left_in_shared_memory_goes_with_the_next_start
     process.kill()
     process.communicate()
     (tmp_path / "hotswap-kv-link").symlink_to(mine)
+    for name in ("empty", "locked"):  # killed while they were made: before the lock, and before the name that stays
+        (tmp_path / f"hotswap-new-{name}").mkdir(mode=0o700)
+    (tmp_path / "hotswap-new-locked" / "lock").touch()
     third, other = make_folder(tmp_path)
+    assert not list(tmp_path.glob("hotswap-new-*"))
     assert not theirs.exists()
     assert mine.is_dir()
     assert third.is_dir()
     lock.close()
     other.close()
+
+
+def test_a_folder_that_another_start_takes_for_one_that_was_left_is_made_again(tmp_path, monkeypatch) -> None:
+    made = []
+    real = peer.tempfile.mkdtemp
+
+    def mkdtemp(**where):
+        made.append(real(**where))
+        if len(made) == 1:
+            Path(made[0]).rmdir()
+        return made[-1]
+
+    monkeypatch.setattr(peer.tempfile, "mkdtemp", mkdtemp)
+    folder, lock = make_folder(tmp_path)
+    assert len(made) == 2 and list(tmp_path.iterdir()) == [folder]
+    lock.close()
 
 
 @pytest.mark.real_model

@@ -205,6 +205,29 @@ def test_a_frame_that_is_too_long_is_not_sent():
     theirs.close()
 
 
+def test_a_message_that_does_not_end_keeps_no_other_waiting_for_ever():
+    """A rank was stopped in its tracks: its socket is full, and the engine's thread stands in a send."""
+    ours, theirs = socket.socketpair()
+    channel, errors = Channel(ours), []
+
+    def flood():
+        try:
+            channel.send(Kind.EXECUTE, bytes(10_000_000))
+        except ChannelClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    theirs.recv(1, socket.MSG_PEEK)
+    channel.set_timeout(0.1)
+    with pytest.raises(ChannelClosedError, match="reads nothing"):
+        channel.send(Kind.STOP)
+    channel.close()
+    theirs.close()
+    thread.join(10)
+    assert not thread.is_alive() and errors
+
+
 def message():
     sampling = SamplingParams(temperature=0.5, logit_bias={3: -1.5}, seed=2**62, extra={"p": {"x": [1, "a"]}})
     return StepMessage(

@@ -17,8 +17,8 @@ from hotswap.plugins.parallel.launchers.local import loopback
 
 
 class Connection:
-    """This process's to a Ray cluster, of which Ray knows one: launchers share it, and the last of them ends it. One that
-    was there before them is whoever's made it, and stays."""
+    """This process's to a Ray cluster, of which Ray knows one: launchers share it, and the last of them ends it. One
+    that was there before them is whoever's made it, and stays."""
 
     def __init__(self) -> None:
         self._lock, self._users, self._made = Lock(), 0, False
@@ -52,10 +52,9 @@ class RayLauncher(Launcher):
 
     Use it on a private network alone. The ranks' channel proves who is there, and encrypts nothing: prompts travel over
     it, and the secret of a KV transfer. torch.distributed proves nothing either: the store where ranks meet listens on
-    every interface of this machine, gloo's and NCCL's ports take whoever connects, and hidden states and keys and values
-    go over them as they are. What Ray itself sends, the channel's secret among it, Ray's TLS can protect, and nothing
-    else. So: an interface or a VLAN between the machines that nobody else reaches, or a VPN, and all their ports closed
-    to others.
+    every interface of this machine, gloo's and NCCL's ports take whoever connects, and hidden states go over them as
+    they are. What Ray itself sends, the channel's secret among it, Ray's TLS can protect, and nothing else. So: an
+    interface or a VLAN between the machines that nobody else reaches, or a VPN, and all their ports closed to others.
     """
 
     class Options(ComponentOptions):
