@@ -103,7 +103,7 @@ class Assembly:
             for number in range(role.replicas):
                 label = ".".join(filter(None, (name, f"{role.name}{number}")))
                 factories.append(EngineFactory(label, role.name, self._prepare(inner, label, around=inside)))
-        return partial(deployment.start, factories)
+        return partial(deployment.start, factories, self._clock.now)
 
     def _engine(self, name: str) -> Engine:
         """Load and start one engine."""

@@ -385,6 +385,6 @@ class Deployment(Component):
         """What engines it needs."""
 
     @abstractmethod
-    def start(self, factories: Sequence[EngineFactory]) -> EngineClient:
+    def start(self, factories: Sequence[EngineFactory], now: Callable[[], float]) -> EngineClient:
         """Start the engines, ``replicas`` of each role in the order of ``roles``. Where one cannot be started, those
-        that run are stopped and its error is raised."""
+        that run are stopped and its error is raised. ``now`` gives seconds by the engines' clock."""

@@ -75,7 +75,8 @@ class NixlWorker(TcpWorker):
     def answer(self, wanted: Wanted) -> bytes:
         """Where the pages are; the bytes are read without asking."""
         with self._changed:
-            return encode(self.kept_ids(wanted))
+            _, ids = self.find(wanted)
+            return encode(ids)
 
     def read(self, ticket: Ticket, peer: RankCard, wanted: Sequence[tuple[Read, Span]]) -> None:
         channel = self.connected(peer)
@@ -144,7 +145,8 @@ class NixlWorker(TcpWorker):
             raise ChannelClosedError(f"NIXL could not read from {peer.label}: {state}")
 
     def _end(self, peer: RankCard, handle: Any, state: str) -> str:
-        """How the transfer ends, however long that takes: until then the pages are not free."""
+        """How the transfer ends, however long that takes: until then the pages are not free. NIXL tells nobody, it has
+        to be asked; asking is also what moves UCX on."""
         polls = 0
         while state == "PROC" and not self._given_up.wait(POLL_S):
             with self._agents:

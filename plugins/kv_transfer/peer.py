@@ -31,6 +31,7 @@ from hotswap.core.interfaces.kv_transfer import (
 from hotswap.core.interfaces.kvcache import Grant
 from hotswap.core.interfaces.page_keys import key_digest, pack
 from hotswap.core.request import FinishReason, Request
+from hotswap.plugins.kv_transfer.remembered import Remembered
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,14 @@ timeout. Then one is, and the next failure counts at once."""
 SECRET = secrets.token_bytes(32)
 """Of this process: its engines prove to one another that they are of one server. Worker halves get it with the terms,
 over their own channel."""
+
+
+@dataclass
+class _Troubles:
+    """Of reading from an engine. ``failures``: in a row. ``shunned_until``: no read is tried before."""
+
+    failures: int = 0
+    shunned_until: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,14 @@ class Ticket:
     tokens: int
     digest: str
     first: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """What a request brings along: a ticket, or a ``problem`` with what should have been one."""
+
+    ticket: Ticket | None
+    problem: str | None = None
 
 
 class PeerOptions(ComponentOptions):
@@ -88,9 +105,8 @@ class PeerTransfer(KVTransfer):
         self._engine = secrets.token_hex(8)
         self._keeping: dict[str, tuple[str, float]] = {}  # transfer -> key, deadline
         self._fetching: dict[str, tuple[str, int]] = {}  # transfer -> engine, tokens
-        self._failures: Counter[str] = Counter()  # of engines, in a row
-        self._shunned: dict[str, float] = {}  # engine -> until when
-        self._checked: dict[str, Ticket | None] = {}  # by request: its ticket, None where it is of no use any more
+        self._troubles: Remembered[str, _Troubles] = Remembered()  # by engine
+        self._carried: dict[str, _Carried | None] = {}  # by request that was looked up; None: its ticket was used
         self._work: list[dict[str, Any]] = []
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._names = 0
@@ -127,9 +143,11 @@ class PeerTransfer(KVTransfer):
     # ------------------------------------------------------------------ what others have kept
 
     def lookup(self, request: Request, tokens: Sequence[int], cached: int, limit: int, tail: int = 0) -> int:
-        ticket = self._ticket(request, tokens)
-        if ticket is None:
+        carried = self._carried_by(request, tokens)
+        if carried is None or not self._is_readable(carried):
             return 0
+        ticket = carried.ticket
+        assert ticket is not None
         upto = min(ticket.tokens, limit)
         if tail:
             size = max(self._page_size.values())
@@ -138,61 +156,75 @@ class PeerTransfer(KVTransfer):
         return upto if reaches else 0
 
     def attach(self, request: Request, tokens: Sequence[int], table: Grant, cached: int, upto: int) -> Attachment:
-        ticket = self._checked.get(request.id)
-        if ticket is None:
+        carried = self._carried_by(request, tokens)
+        if carried is None:
             return Attachment(None)
-        self._checked[request.id] = None
-        if upto <= cached:
-            work: dict[str, Any] = {"release": _plain(ticket)}
+        self._carried[request.id] = None
+        name, ticket = None, carried.ticket
+        if ticket is None:
+            work, counted = None, "refused"
+            logger.error("the pages of request %s are not read: %s", request.id, carried.problem)
+        elif upto > cached:
+            name, counted = self._name("in"), ""
+            self._fetching[name] = ticket.engine, upto - cached
+            pages = self._to_fill(ticket, table, cached, upto)
+            work = {"fetch": name, "ticket": _plain(ticket), "cached": cached, "pages": pages}
+        else:
+            work, counted = {"release": _plain(ticket)}, "shunned" if self._is_shunned(ticket.engine) else ""
+        if work is not None:
             self._work.append(work)
-            return Attachment((request.id, ticket, None, work))
-        name = self._name("in")
-        self._fetching[name] = ticket.engine, upto - cached
+        if counted:
+            self._counts[counted] += 1
+        return Attachment((request.id, carried, name, work, counted), name)
+
+    def undo(self, entry: Any) -> None:
+        request_id, carried, name, work, counted = entry
+        self._work = [item for item in self._work if item is not work]
+        self._fetching.pop(name, None)
+        self._carried[request_id] = carried
+        if counted:
+            self._counts[counted] -= 1
+
+    def _to_fill(self, ticket: Ticket, table: Grant, cached: int, upto: int) -> dict[str, Any]:
+        """Per group the first logical page and the ids of those that are to be read."""
         pages = {}
         for group, change in table.groups.items():
             size = self._page_size[group]
             first = max(change.first_live, cached // size, ticket.first.get(group, 0))
             last = -(-upto // size)
-            ids = change.pages[first - change.first_live : last - change.first_live]
-            pages[group] = [first, list(ids)]
-        work = {"fetch": name, "ticket": _plain(ticket), "cached": cached, "pages": pages}
-        self._work.append(work)
-        return Attachment((request.id, ticket, name, work), name)
+            pages[group] = [first, list(change.pages[first - change.first_live : last - change.first_live])]
+        return pages
 
-    def undo(self, entry: Any) -> None:
-        request_id, ticket, name, work = entry
-        self._work = [item for item in self._work if item is not work]
-        self._fetching.pop(name, None)
-        self._checked[request_id] = ticket
+    def _carried_by(self, request: Request, tokens: Sequence[int]) -> _Carried | None:
+        """What a request brings along and has not used yet. It is looked at once: tokens take time to digest."""
+        pages = request.continued.pages if request.continued is not None else None
+        if pages is None:
+            return None
+        if request.id not in self._carried:
+            self._carried[request.id] = self._check(pages, request, tokens)
+        return self._carried[request.id]
 
-    def _ticket(self, request: Request, tokens: Sequence[int]) -> Ticket | None:
-        """The ticket that a request carries, if it is one of ours, and was given for just these tokens."""
-        if request.id not in self._checked:
-            pages = request.continued.pages if request.continued is not None else None
-            self._checked[request.id] = self._check(pages, request, tokens) if pages is not None else None
-        return self._checked[request.id]
-
-    def _check(self, pages: Any, request: Request, tokens: Sequence[int]) -> Ticket | None:
-        ticket = Ticket(**pages)
-        problem = None
+    def _check(self, pages: Any, request: Request, tokens: Sequence[int]) -> _Carried:
+        ticket = _ticket(pages)
+        if ticket is None:
+            return _Carried(None, "it has no ticket of a transfer between engines")
         if ticket.wire != self.wire:
-            problem = f"it was written for {ticket.wire!r}, and this engine reads {self.wire!r}"
-        elif _digest(request, tokens[: ticket.tokens]) != ticket.digest:
-            problem = "its tokens, model or cache key are others"
-        elif ticket.first.keys() != self._page_size.keys():
-            problem = f"it has the cache groups {sorted(ticket.first)}, and this engine {sorted(self._page_size)}"
-        elif ticket.engine == self._engine:  # it has come back: what it needs is in this cache, or computed soon
-            self._work.append({"release": pages})
-            return None
-        elif self._now() < self._shunned.get(ticket.engine, 0.0):
-            self._counts["shunned"] += 1
-            self._work.append({"release": pages})
-            return None
-        else:
-            return ticket
-        self._counts["refused"] += 1
-        logger.error("the pages of request %s are not read: %s", request.id, problem)
-        return None
+            return _Carried(None, f"it was written for {ticket.wire!r}, and this engine reads {self.wire!r}")
+        if _digest(request, tokens[: ticket.tokens]) != ticket.digest:
+            return _Carried(None, "its tokens, model or cache key are others")
+        if ticket.first.keys() != self._page_size.keys():
+            return _Carried(None, f"it has the cache groups {sorted(ticket.first)}, and this engine "
+                                  f"{sorted(self._page_size)}")
+        return _Carried(ticket)
+
+    def _is_readable(self, carried: _Carried) -> bool:
+        """One that has come back is not: what it needs is in this cache, or computed soon."""
+        ticket = carried.ticket
+        return ticket is not None and ticket.engine != self._engine and not self._is_shunned(ticket.engine)
+
+    def _is_shunned(self, engine: str) -> bool:
+        troubles = self._troubles.get(engine)
+        return troubles is not None and self._now() < troubles.shunned_until
 
     def _first_page(self, group: str, position: int) -> int:
         """The first logical page that a query behind ``position`` tokens sees."""
@@ -215,9 +247,9 @@ class PeerTransfer(KVTransfer):
 
     def forget(self, request: Request) -> None:
         pages = request.continued.pages if request.continued is not None else None
-        ticket = self._checked.pop(request.id, Ticket(**pages) if pages is not None else None)
-        if ticket is not None:  # it was never read
-            self._work.append({"release": _plain(ticket)})
+        carried = self._carried.pop(request.id, _Carried(_ticket(pages)))
+        if carried is not None and carried.ticket is not None:  # it was never read
+            self._work.append({"release": _plain(carried.ticket)})
 
     def message(self, step_id: int) -> Any:
         now = self._now()
@@ -243,20 +275,21 @@ class PeerTransfer(KVTransfer):
         if tokens is None:
             self._counts["fetched"] += 1
             self._counts["fetched_tokens"] += count
-            self._failures.pop(engine, None)
+            self._troubles.pop(engine, None)
             return
         self._counts["failed"] += 1
-        self._failures[engine] += 1
-        if self._failures[engine] >= FAILURES:
-            self._shunned[engine] = self._now() + SHUN_S
+        troubles = self._troubles.setdefault(engine, _Troubles())
+        troubles.failures += 1
+        if troubles.failures >= FAILURES:
+            troubles.shunned_until = self._now() + SHUN_S
             logger.error("%d reads from engine %s have failed in a row; none is tried for %g s",
-                         self._failures[engine], engine, SHUN_S)
+                         troubles.failures, engine, SHUN_S)
 
     def counters(self) -> Mapping[str, int]:
         return dict(self._counts)
 
     def leaks(self) -> Mapping[str, int]:
-        held = {"kept": len(self._keeping), "fetching": len(self._fetching), "tickets": len(self._checked)}
+        held = {"kept": len(self._keeping), "fetching": len(self._fetching), "tickets": len(self._carried)}
         return {name: count for name, count in held.items() if count}
 
     def _name(self, what: str) -> str:
@@ -304,6 +337,14 @@ def _remove_if_left(folder: Path) -> None:
 
 def _digest(request: Request, tokens: Sequence[int]) -> str:
     return sha256(key_digest(request.cache_key) + pack(tokens)).hexdigest()
+
+
+def _ticket(pages: Any) -> Ticket | None:
+    """Of what a request carries; None where that is something else."""
+    try:
+        return Ticket(**pages)
+    except TypeError:
+        return None
 
 
 def _plain(ticket: Ticket) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from hotswap.core.interfaces.kv_transfer import CachePages, TransferWorker
 from hotswap.core.interfaces.messages import EndedTransfer
 from hotswap.plugins.kv_transfer.peer import Ticket
 from hotswap.plugins.kv_transfer.rank_card import RankCard, Read, card_from, plan_reads
+from hotswap.plugins.kv_transfer.remembered import Remembered
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class PeerWorker(TransferWorker):
         self.folder, self.readers = Path(terms["folder"]), int(terms["ranks"])
         self.secret, self.timeout_s = bytes.fromhex(terms["secret"]), float(terms["timeout_s"])
         self._ended: SimpleQueue[EndedTransfer] = SimpleQueue()
-        self._known: dict[str, list[RankCard]] = {}
+        self._known: Remembered[str, list[RankCard]] = Remembered()  # by engine
         self._pool = ThreadPoolExecutor(READERS, "hotswap-kv")
         address = self.open(terms)
         file = self.folder / f"{self.rank}.card"
@@ -99,7 +100,7 @@ class PeerWorker(TransferWorker):
     @abstractmethod
     def expire(self, key: str) -> None:
         """Nobody may read what is kept under ``key`` any more; reports its transfer with 0 tokens if it has not ended.
-        Whoever reads at this time must fail."""
+        Whoever reads at this time gets what was kept, or fails."""
 
     @abstractmethod
     def read(self, ticket: Ticket, peer: RankCard, wanted: Sequence[tuple[Read, Span]]) -> None:

@@ -20,6 +20,7 @@ from hotswap.core.interfaces.kv_transfer import TransferWorker
 from hotswap.plugins.kv_transfer.peer import PeerTransfer, Ticket
 from hotswap.plugins.kv_transfer.peer_worker import PeerWorker, Span
 from hotswap.plugins.kv_transfer.rank_card import HEADS, RankCard, Read, block_shape_of, put, take
+from hotswap.plugins.kv_transfer.remembered import Remembered
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class SharedMemoryWorker(PeerWorker):
     def open(self, terms: Mapping[str, Any]) -> dict[str, Any]:
         self._writing: set[str] = set()  # keys that have not expired before their file was written
         self._kept: dict[str, str] = {}  # key -> transfer; only of files that have been written
-        self._missed: set[str] = set()
+        self._missed: Remembered[str, None] = Remembered()  # keys whose files never came
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._writers = ThreadPoolExecutor(1, "hotswap-kv-write")  # readers may all wait, for one that does too
@@ -102,7 +103,7 @@ class SharedMemoryWorker(PeerWorker):
         folder = Path(ticket.folder)
         with self._lock:
             if ticket.key in self._missed:  # it has expired, and nobody would remove what is left here
-                self._missed.remove(ticket.key)
+                del self._missed[ticket.key]
                 return
         _touch(folder / f"{ticket.key}.done.{self.rank}")
         if all_readers or len(list(folder.glob(f"{ticket.key}.done.*"))) >= self.readers:
@@ -146,7 +147,7 @@ class SharedMemoryWorker(PeerWorker):
             if self._closed.wait(POLL_S):
                 break
         with self._lock:
-            self._missed.add(path.name.partition(".")[0])
+            self._missed[path.name.partition(".")[0]] = None
         raise TimeoutError(f"{path.name} was not written within {self.timeout_s:g} s")
 
     @staticmethod

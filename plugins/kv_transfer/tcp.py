@@ -3,33 +3,36 @@
 import contextlib
 import logging
 import math
+import socket
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from pydantic import Field
 
+from hotswap.core.errors import ConfigError
 from hotswap.core.execution.channel import Channel, ChannelClosedError, Kind, Listener, connect, decode, encode
 from hotswap.core.interfaces.kv_transfer import TransferWorker
+from hotswap.core.interfaces.messages import EndedTransfer
 from hotswap.plugins.kv_transfer.peer import PeerOptions, PeerTransfer, Ticket
 from hotswap.plugins.kv_transfer.peer_worker import PeerWorker, Span
 from hotswap.plugins.kv_transfer.rank_card import RankCard, Read, block_shape_of, put, take
+from hotswap.plugins.kv_transfer.remembered import Remembered
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 32 * 2**20
 """About so many bytes are asked for at a time."""
 ACCEPT_S = 0.2
-REMEMBERED = 4096
-"""Keys that have gone."""
+EVERYWHERE = "0.0.0.0"
 
 
 class TcpOptions(PeerOptions):
     host: str = Field(default="127.0.0.1")
-    """The address at which ranks listen and are found. Ports are chosen by the system."""
+    """The address at which ranks listen and are found: one of the machine on which they run. Ports are chosen by the
+    system."""
 
 
 class TcpTransfer(PeerTransfer):
@@ -44,10 +47,25 @@ class TcpTransfer(PeerTransfer):
     wire = "tcp"
 
     def worker(self) -> TransferWorker:
+        check_host(self.options.host)
         return TcpWorker()
 
     def address(self) -> dict[str, Any]:
         return {"host": self.options.host}
+
+
+def check_host(host: str) -> None:
+    """ConfigError where a rank on this machine could not listen at ``host``, or not be found there."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            problem = "peers cannot be told to connect to it" if probe.getsockname()[0] == EVERYWHERE else None
+    except (OSError, UnicodeError) as error:  # that is what a name that is none ends in
+        problem = str(error)
+    if problem is not None:
+        raise ConfigError(
+            f"a rank cannot listen at {host!r} ({problem}); give an IPv4 address of this machine, or a name of it",
+            "kv_transfer.host")
 
 
 @dataclass(frozen=True)
@@ -75,10 +93,20 @@ class Finished:
 
 @dataclass
 class _Kept:
-    """``name`` is empty until the pages have come. ``over``: nobody will read them."""
+    """``copies``: how many are being made of the pages right now, before which the transfer does not end; ``ended``:
+    how it will."""
 
-    name: str = ""
-    spans: dict[str, Span] = field(default_factory=dict)
+    name: str
+    spans: dict[str, Span]
+    finished: set[str] = field(default_factory=set)
+    copies: int = 0
+    ended: EndedTransfer | None = None
+
+
+@dataclass
+class _Early:
+    """Readers that were done before the pages came, as those are whose requests have ended meanwhile."""
+
     finished: set[str] = field(default_factory=set)
     over: bool = False
 
@@ -93,12 +121,13 @@ def ask(channel: Channel, peer: RankCard, wanted: Wanted) -> bytes:
 
 
 class TcpWorker(PeerWorker):
-    """One thread listens, one more serves each peer. Pages are copied under a lock, so that a reader gets them while
-    they are kept or not at all."""
+    """One thread listens, one more serves each peer. Whoever copies pages holds up the end of their transfer meanwhile,
+    and nothing else."""
 
     def open(self, terms: Mapping[str, Any]) -> dict[str, Any]:
         self._kept: dict[str, _Kept] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()  # keys whose pages have gone, or will not be wanted
+        self._early: Remembered[str, _Early] = Remembered()
+        self._gone: Remembered[str, None] = Remembered()  # keys whose pages have gone
         self._changed = threading.Condition()
         self._closed = False
         self._channels: set[Channel] = set()
@@ -108,27 +137,24 @@ class TcpWorker(PeerWorker):
 
     def keep(self, name: str, key: str, spans: Mapping[str, Span]) -> None:
         with self._changed:
-            kept = self._kept.setdefault(key, _Kept())
-            kept.name, kept.spans = name, dict(spans)
-            if kept.over:
+            early = self._early.pop(key, None) or _Early()
+            self._kept[key] = _Kept(name, dict(spans), early.finished)
+            if early.over:
                 self._let_go(key)
             self._changed.notify_all()
-        if kept.over:
-            self.told(name)
 
     def expire(self, key: str) -> None:
         with self._changed:
-            kept = self._let_go(key)
-        if kept is not None:
-            self.told(kept.name, 0)
+            self._let_go(key, 0)
 
-    def _let_go(self, key: str) -> _Kept | None:
-        """Whoever asks for it from now on is refused at once."""
+    def _let_go(self, key: str, tokens: int | None = None) -> None:
+        """Whoever asks for it from now on is refused at once; who copies it may end that first."""
         self._gone[key] = None
-        while len(self._gone) > REMEMBERED:
-            self._gone.popitem(last=False)
         self._changed.notify_all()
-        return self._kept.pop(key, None)
+        if (kept := self._kept.pop(key, None)) is not None:
+            kept.ended = EndedTransfer(kept.name, tokens)
+            if not kept.copies:
+                self.told(*kept.ended)
 
     def read(self, ticket: Ticket, peer: RankCard, wanted: Sequence[tuple[Read, Span]]) -> None:
         channel = self.connected(peer)
@@ -225,35 +251,47 @@ class TcpWorker(PeerWorker):
 
     def answer(self, wanted: Wanted) -> bytes:
         """What a FETCH is answered with. KeyError and ValueError where the pages are not kept, or not any more."""
-        with self._changed, torch.inference_mode():
-            blocks = take(self.cache.groups[wanted.group], self.kept_ids(wanted), [wanted.layer], wanted.first_head,
-                          wanted.heads)
+        with self._pinned(wanted) as ids, torch.inference_mode():
+            blocks = take(self.cache.groups[wanted.group], ids, [wanted.layer], wanted.first_head, wanted.heads)
             return b"".join(block.view(-1).view(torch.uint8).numpy().tobytes() for block in blocks)
 
-    def kept_ids(self, wanted: Wanted) -> tuple[int, ...]:
-        """The ids of the pages. They may be on their way yet, and are waited for; they stay while the lock is held."""
-        self._changed.wait_for(lambda: self._closed or self._is_decided(wanted.key), self.timeout_s)
-        kept = self._kept.get(wanted.key)
-        if kept is None or not kept.name:
+    @contextlib.contextmanager
+    def _pinned(self, wanted: Wanted) -> Iterator[tuple[int, ...]]:
+        """The ids of pages that stay as they are meanwhile, however long that is."""
+        with self._changed:
+            kept, ids = self.find(wanted)
+            kept.copies += 1
+        try:
+            yield ids
+        finally:
+            with self._changed:
+                kept.copies -= 1
+                if kept.ended is not None and not kept.copies:
+                    self.told(*kept.ended)
+
+    def find(self, wanted: Wanted) -> tuple[_Kept, tuple[int, ...]]:
+        """What is kept, and the ids of the pages. They may be on their way yet, and are waited for. Under the lock."""
+        self._changed.wait_for(
+            lambda: self._closed or wanted.key in self._gone or wanted.key in self._kept, self.timeout_s)
+        if (kept := self._kept.get(wanted.key)) is None:
             raise ValueError("these pages are not kept here, or not any more")
         span = kept.spans[wanted.group]
         skip = wanted.first - span.first
         if skip < 0 or skip + wanted.count > len(span.ids):
             raise ValueError(f"pages {wanted.first} to {wanted.first + wanted.count - 1} are not among those kept")
-        return span.ids[skip : skip + wanted.count]
-
-    def _is_decided(self, key: str) -> bool:
-        return key in self._gone or (key in self._kept and bool(self._kept[key].name))
+        return kept, span.ids[skip : skip + wanted.count]
 
     def _finish(self, told: Finished) -> None:
         with self._changed:
             if told.key in self._gone:
                 return
-            kept = self._kept.setdefault(told.key, _Kept())  # its pages may come with the next step
-            kept.finished.add(told.reader)
-            kept.over |= told.everybody or len(kept.finished) >= told.readers
-            over = kept.over and kept.name
-            if over:
+            kept = self._kept.get(told.key)
+            early = self._early.get(told.key) or _Early()
+            finished = early.finished if kept is None else kept.finished
+            finished.add(told.reader)
+            over = told.everybody or len(finished) >= told.readers
+            if kept is None:  # its pages may come with the next step
+                early.over |= over
+                self._early[told.key] = early
+            elif over:
                 self._let_go(told.key)
-        if over:
-            self.told(kept.name)

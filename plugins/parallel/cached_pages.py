@@ -56,6 +56,9 @@ class CachedPages:
         others = [held.get(group, set()) for other, held in self._held.items() if other != engine]
         return {key for key in keys if any(key in held for held in others)}
 
+    def groups(self, engine: int) -> list[tuple[str, int]]:
+        return list(self._held[engine])
+
     def of(self, engine: int, group: tuple[str, int]) -> set[str]:
         return self._held[engine].get(group, set())
 
@@ -89,3 +92,8 @@ class Union:
                 kind = "stored" if event.kind == "stored" else "evicted"
                 merged.append(CacheEvent(kind, event.group, changed, event.page_size))
         return merged
+
+    def lose(self, engine: int) -> list[CacheEvent]:
+        """An engine has ended: what nobody else has is gone."""
+        groups = self._pages.groups(engine)
+        return self.merge(engine, [CacheEvent("reset", group, page_size=page_size) for group, page_size in groups])

@@ -1,6 +1,6 @@
 """Data parallelism: equal engines side by side, each with the whole model and a cache of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -32,5 +32,5 @@ class DataParallel(Deployment):
     def roles(self) -> list[Role]:
         return [Role("", self.options.replicas)]
 
-    def start(self, factories: Sequence[EngineFactory]) -> EngineClient:
+    def start(self, factories: Sequence[EngineFactory], now: Callable[[], float]) -> EngineClient:
         return Fleet.start((factories, self.parts["router"]))[0]

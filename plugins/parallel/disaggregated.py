@@ -2,14 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
 
 from pydantic import Field
 
-from hotswap.core.engine.clock import SystemClock
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part, Requirement
 from hotswap.core.interfaces.parallel import (
     Deployment,
@@ -69,10 +68,11 @@ class Disaggregated(Deployment):
                 (PREFILL, options.prefill, options.prefill_parallel), (DECODE, options.decode, options.decode_parallel))
         ]
 
-    def start(self, factories: Sequence[EngineFactory]) -> EngineClient:
-        return Pair(*Fleet.start(*(
+    def start(self, factories: Sequence[EngineFactory], now: Callable[[], float]) -> EngineClient:
+        prefill, decode = Fleet.start(*(
             ([factory for factory in factories if factory.role == name], self.parts[f"{name}_router"])
-            for name in (PREFILL, DECODE))))
+            for name in (PREFILL, DECODE)))
+        return Pair(prefill, decode, now)
 
 
 @dataclass
@@ -90,8 +90,8 @@ class Pair:
     """Implements ``EngineClient``: requests pass from the prefill fleet to the decode fleet. Sinks are called from the
     loops' threads, so nothing here waits."""
 
-    def __init__(self, prefill: Fleet, decode: Fleet) -> None:
-        self._prefill, self._decode = prefill, decode
+    def __init__(self, prefill: Fleet, decode: Fleet, now: Callable[[], float]) -> None:
+        self._prefill, self._decode, self._now = prefill, decode, now
         self._lock = threading.Lock()
         self._legs: dict[str, _Leg] = {}
         self._handed_over = self._kept_back = 0
@@ -154,10 +154,9 @@ class Pair:
 
     def drain(self, timeout_s: float) -> None:
         """Decode engines take what the prefill engines still hand over."""
-        clock = SystemClock()
-        end = clock.now() + timeout_s
+        end = self._now() + timeout_s
         self._prefill.drain(timeout_s)
-        self._decode.drain(max(0.0, end - clock.now()))
+        self._decode.drain(max(0.0, end - self._now()))
 
     def stop(self) -> None:
         self._prefill.stop()

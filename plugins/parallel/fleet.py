@@ -52,6 +52,7 @@ class Fleet:
         self._dispatched = [0] * len(members)
         self._lost: set[int] = set()
         self._misrouted = 0
+        self._on_loss: list[Callable[[int], None]] = []
         self.stand_in: Callable[[], str | None] = lambda: None
         """What the log says of others who do the work when all engines have ended; set by who has such."""
         if router.reads_events:
@@ -116,15 +117,17 @@ class Fleet:
         return found
 
     def watch(self, listener: EventListener) -> None:
+        """The engines are seen as one, whose pages go with an engine that is lost."""
         union, lock = Union(), threading.Lock()
 
-        def tell(engine: int, events: Sequence[CacheEvent]) -> None:
+        def tell(change: Callable[[], list[CacheEvent]]) -> None:
             with lock:
-                if merged := union.merge(engine, events):
+                if merged := change():
                     listener(merged)
 
         for number, client in enumerate(self._clients):
-            client.watch(partial(tell, number))
+            client.watch(lambda events, number=number: tell(partial(union.merge, number, events)))
+        self._on_loss.append(lambda number: tell(partial(union.lose, number)))
 
     def reset(self) -> int:
         return sum(client.reset() for number, client in enumerate(self._clients) if number not in self._ended())
@@ -245,6 +248,8 @@ class Fleet:
             for number in lost:
                 logger.error(
                     "engine %s is lost, %s: %s", self._factories[number].name, after, self._clients[number].failure)
+                for tell in self._on_loss:
+                    tell(number)
         return ended
 
     def _told(self, problems: Sequence[str | None]) -> str:

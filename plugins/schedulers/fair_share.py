@@ -1,12 +1,16 @@
 """Fair shares by the virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024)."""
 
 from collections import Counter
+from heapq import heappop, heappush
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.scheduler import QueuePolicy, RequestView, StepOutcome
+
+REMEMBERED = 4096
+"""At most so many tenants without a request are remembered; of more, those that have got least are forgotten."""
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -16,8 +20,9 @@ class FairShare(QueuePolicy):
     share a server and none may crowd out the others, however many requests it sends.
 
     Prompt tokens are charged when a request starts, output tokens as they are kept. A tenant that comes back after a
-    pause is lifted to the least counter of those that wait: idle time earns no credit. While tenants have requests
-    waiting, what two of them got differs by a bounded amount. Within a tenant, requests go by arrival.
+    pause is lifted to the least counter of those that wait: idle time earns no credit. Once that has passed its own
+    counter, a tenant without a request need not be remembered, and is not. While tenants have requests waiting, what
+    two of them got differs by a bounded amount. Within a tenant, requests go by arrival.
     """
 
     dynamic = True
@@ -35,23 +40,24 @@ class FairShare(QueuePolicy):
         self.counters: dict[str, float] = {}
         """What each tenant was served, in weighted tokens divided by its weight."""
         self._tenants: dict[str, str] = {}  # of the requests that live
+        self._live: Counter[str] = Counter()  # how many live, by tenant that has one
         self._ended: dict[str, str] = {}  # of those that have ended since the last step was observed
         self._waiting: set[str] = set()
-        self._queued: Counter[str] = Counter()  # how many wait, by tenant
+        self._queued: Counter[str] = Counter()  # how many wait, by tenant that has one
         self._charged: dict[str, float] = {}  # for prompts, by request
-        self._last = 0.0  # the counter of the tenant whose request has left the queue last
+        self._floor = 0.0  # the least counter of those that wait, or that of the last to leave the queue; never sinks
+        self._idle: list[tuple[float, str]] = []  # heap of counters; stale where a tenant has come back
 
     def key(self, view: RequestView, now: float) -> tuple[Any, ...]:
-        self._tenants.setdefault(view.id, view.tenant)  # those that ran when this policy took over
+        self._know(view)  # those that ran when this policy took over
         return (self.counters.get(view.tenant, 0.0), view.sequence)
 
     def admit(self, view: RequestView) -> None:
-        self._tenants[view.id] = view.tenant
+        self._know(view)
         # What was charged for a start is given back: it is charged again at the next one.
         self._charge(view.tenant, -self._charged.pop(view.id, 0.0))
-        if not self._queued[view.tenant]:
-            floor = min((self.counters[tenant] for tenant, count in self._queued.items() if count), default=self._last)
-            self.counters[view.tenant] = max(self.counters[view.tenant], floor)
+        if view.tenant not in self._queued:
+            self.counters[view.tenant] = max(self.counters[view.tenant], self._raise_floor())
         if view.id not in self._waiting:
             self._waiting.add(view.id)
             self._queued[view.tenant] += 1
@@ -65,21 +71,52 @@ class FairShare(QueuePolicy):
         for request_id, kept in outcome.kept:
             if (tenant := self._tenants.get(request_id, self._ended.get(request_id))) is not None:
                 self._charge(tenant, self.options.output_weight * kept)
+        for tenant in self._ended.values():
+            if tenant not in self._live and tenant in self.counters:
+                heappush(self._idle, (self.counters[tenant], tenant))
         self._ended.clear()
+        if self._idle:
+            self._forget_up_to(self._raise_floor())
 
     def drop(self, request_id: str) -> None:
         self._leave_queue(request_id)
         if (tenant := self._tenants.pop(request_id, None)) is not None:
+            _take_one(self._live, tenant)
             self._ended[request_id] = tenant  # its last tokens are observed after it was dropped
         self._charged.pop(request_id, None)
+
+    def _know(self, view: RequestView) -> None:
+        if view.id not in self._tenants:
+            self._tenants[view.id] = view.tenant
+            self._live[view.tenant] += 1
 
     def _leave_queue(self, request_id: str) -> None:
         if request_id in self._waiting:
             self._waiting.remove(request_id)
             tenant = self._tenants[request_id]
-            self._queued[tenant] -= 1
-            self._last = self.counters[tenant]
+            _take_one(self._queued, tenant)
+            if not self._queued:
+                self._floor = max(self._floor, self.counters[tenant])
+
+    def _raise_floor(self) -> float:
+        if self._queued:
+            self._floor = max(self._floor, min(self.counters[tenant] for tenant in self._queued))
+        return self._floor
+
+    def _forget_up_to(self, floor: float) -> None:
+        """Tenants without a request that would be lifted over their counter, and those that are too many."""
+        while self._idle and (self._idle[0][0] <= floor or len(self._idle) > REMEMBERED):
+            counter, tenant = heappop(self._idle)
+            if tenant not in self._live and self.counters.get(tenant) == counter:
+                del self.counters[tenant]
 
     def _charge(self, tenant: str, cost: float) -> None:
         weight = self.options.tenant_weights.get(tenant, 1.0)
         self.counters[tenant] = self.counters.get(tenant, 0.0) + cost / weight
+
+
+def _take_one(counts: Counter[str], name: str) -> None:
+    """What has none left is not counted."""
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]

@@ -100,7 +100,7 @@ class TestPrefixes:
 class Engine:
     """Takes everything, and answers when it is told to."""
 
-    failure = None
+    failure: str | None = None
 
     def __init__(self) -> None:
         self.sinks: dict[str, OutputSink] = {}
@@ -116,6 +116,29 @@ class Engine:
 
     def add(self, request: Request, sink: OutputSink) -> None:
         self.sinks[request.id] = sink
+
+
+def test_pages_of_a_lost_engine_attract_nothing_any_more() -> None:
+    """Of fleets within a fleet: the outer router knows the inner ones by what they say that they have."""
+    engines: list[Any] = [Engine() for _ in range(3)]
+
+    def fleet(*members: Any) -> Any:
+        return Fleet(
+            [(EngineFactory(str(number), "", lambda: None), one) for number, one in enumerate(members)],  # type: ignore
+            build("router", "prefix_aware"))
+
+    inner = fleet(engines[0], engines[1])
+    outer = fleet(inner, engines[2])
+    for number in (0, 2):  # the first has cached most of it, another fleet some
+        digests = prompt_digests(request(0, range(24)), PAGE)[: 6 if number == 0 else 2]
+        engines[number].listener([CacheEvent("stored", "full", tuple(digests), PAGE)])
+    engines[1].listener([CacheEvent("stored", "full", ("other",), PAGE)])
+    outer.add(request(1, range(24)), lambda output: None)
+    assert list(engines[0].sinks) == ["r1"]
+    engines[0].failure = "killed"
+    outer.add(request(2, range(24)), lambda output: None)
+    assert list(engines[2].sinks) == ["r2"]
+    assert outer._router._pages.count(0) == 1, "what the others of the fleet have stays"
 
 
 def test_outputs_and_events_wait_for_no_prompt_to_be_hashed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,42 @@ def test_the_counters_are_what_the_requests_were_served_also_after_suspensions_a
     assert_clean(rig)
 
 
+def test_tenants_that_ask_for_nothing_any_more_are_forgotten_once_that_changes_nothing() -> None:
+    """Thousands come once while two stay. Whoever has got more than the least that those who wait have is known still:
+    to come back is no way to lose a debt."""
+    rig = make_rig(scheduler("fair_share"), max_running=2, num_pages=1 + 200)
+    fair = rig.loop.parts.scheduler.policy
+    rig.add("debt", [1] * 60, 1, tenant="debtor")
+    rig.run()
+    debt = fair.counters["debtor"]
+    for number in range(60):
+        for stays in ("stays", "too"):
+            rig.add(f"{stays}{number}", [1] * 4, 1, tenant=stays)
+        rig.add(f"once{number}", [1] * 2, 1, tenant=f"once{number}")
+        for _ in range(3):
+            rig.loop.turn()
+        if (served := fair.counters["stays"]) < debt:
+            assert fair.counters["debtor"] == debt
+    rig.run()
+    assert served > debt
+    assert fair.counters.keys() <= {"stays", "too", "once59"} | {f"once{number}" for number in range(40, 60)}
+    assert "debtor" not in fair.counters
+    rig.add("again", [1], 1, tenant="debtor")
+    assert fair.counters["debtor"] >= debt, "it is lifted over what it was forgotten with"
+
+
+def test_there_is_an_end_to_what_is_remembered_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody ever waits, the least counter of those that do stands still."""
+    monkeypatch.setattr("hotswap.plugins.schedulers.fair_share.REMEMBERED", 10)
+    rig = make_rig(scheduler("fair_share"), max_running=2, num_pages=1 + 200)
+    for number in range(40):
+        rig.add(f"r{number}", [1] * (40 - number), 1, tenant=f"t{number}")
+        rig.run()
+    fair = rig.loop.parts.scheduler.policy
+    assert len(fair.counters) <= 10 and len(fair._idle) <= 10
+    assert "t0" in fair.counters, "those that have got most are remembered"
+
+
 # ---------------------------------------------------------------------- prefill_first
 
 

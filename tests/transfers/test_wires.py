@@ -21,8 +21,9 @@ from hotswap.plugins.kv_transfer.nixl import NixlWorker
 from hotswap.plugins.kv_transfer.peer import SECRET
 from hotswap.plugins.kv_transfer.peer_worker import READERS, PeerWorker
 from hotswap.plugins.kv_transfer.rank_card import LayoutMismatchError, RankCard, plan_reads, take
+from hotswap.plugins.kv_transfer.remembered import REMEMBERED
 from hotswap.plugins.kv_transfer.shm import SharedMemoryWorker, remove
-from hotswap.plugins.kv_transfer.tcp import TcpWorker
+from hotswap.plugins.kv_transfer.tcp import Finished, TcpWorker
 
 WIRES = {"shm": SharedMemoryWorker, "tcp": TcpWorker, "nixl": NixlWorker}
 HEADS, HEAD_DIM, PAGE, PAGES = 4, 8, 4, 12
@@ -356,6 +357,49 @@ class TestTcp:
         assert hand_over(sides, [mine], [theirs]) == [[[EndedTransfer("in")]], [[EndedTransfer("out")]]]
         mine.begin([{"expire": "key0"}])
         assert reports([mine]) == [[EndedTransfer("out", 0)]]
+
+    def test_pages_are_copied_while_others_are_kept_and_expire(self, sides: Sides, monkeypatch: Any) -> None:
+        """What is being copied stays as it is until it has been; nobody else waits for that."""
+        from hotswap.plugins.kv_transfer import tcp
+
+        everything = AxisShard(0, HEADS, HEADS)
+        [mine], [theirs] = sides.engine("p", [cache(everything)]), sides.engine("d", [cache(everything, empty=True)])
+        copying, go_on, honest = threading.Event(), threading.Event(), tcp.take
+
+        def slowly(*arguments: Any) -> list[torch.Tensor]:
+            copying.set()
+            go_on.wait(10)
+            return honest(*arguments)
+
+        monkeypatch.setattr(tcp, "take", slowly)
+        mine.begin([{"keep": "out", "key": "k1", "pages": SOURCE}])
+        theirs.begin([{"fetch": "in", "ticket": sides.ticket("p", 1, "k1"), "cached": 4, "pages": TARGET}])
+        assert copying.wait(5)
+        step = threading.Thread(target=mine.begin, daemon=True, args=([
+            {"keep": "other", "key": "k2", "pages": SOURCE}, {"expire": "k1"}, {"expire": "k2"}],))
+        step.start()
+        step.join(2)
+        waited, early = step.is_alive(), reports([mine], 0.3)
+        go_on.set()
+        assert not waited, "a step waits for a copy"
+        assert early == [[EndedTransfer("other", 0)]], "pages that are being copied are given away"
+        assert reports([mine]) == [[EndedTransfer("out", 0)]]
+        assert reports([theirs]) == [[EndedTransfer("in", 4)]], "there was more to read"
+
+    def test_readers_of_what_is_never_kept_are_forgotten_in_time(self, sides: Sides) -> None:
+        [mine] = sides.engine("p", [cache(AxisShard(0, HEADS, HEADS))])
+        assert isinstance(mine, TcpWorker)
+        for number in range(2 * REMEMBERED):
+            mine._finish(Finished(f"lost{number}", "reader", 2))
+            mine.expire(f"gone{number}")
+        assert len(mine._early) == len(mine._gone) == REMEMBERED
+        assert not mine._kept
+
+    @pytest.mark.parametrize("host", ["203.0.113.7", "no.such.host.invalid", "a..b", "0.0.0.0"])
+    def test_a_host_at_which_nobody_can_listen_is_refused_with_its_path(self, host: str) -> None:
+        """Where the ranks are built, before they have loaded anything."""
+        with pytest.raises(ConfigError, match=r"kv_transfer\.host: a rank cannot listen at .*give an IPv4 address"):
+            build("kv_transfer", "tcp", host=host).worker()
 
     def test_a_peer_that_stands_still_is_given_up_after_a_time(self, sides: Sides, monkeypatch: Any) -> None:
         everything = AxisShard(0, HEADS, HEADS)
