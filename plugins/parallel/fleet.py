@@ -125,8 +125,11 @@ class Fleet:
                 if merged := change():
                     listener(merged)
 
+        def hear(number: int, events: Sequence[CacheEvent]) -> None:
+            tell(partial(union.merge, number, events))
+
         for number, client in enumerate(self._clients):
-            client.watch(lambda events, number=number: tell(partial(union.merge, number, events)))
+            client.watch(partial(hear, number))
         self._on_loss.append(lambda number: tell(partial(union.lose, number)))
 
     def reset(self) -> int:
