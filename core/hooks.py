@@ -13,6 +13,7 @@ from hotswap.core.interfaces.component import Component
 
 if TYPE_CHECKING:
     from hotswap.core.engine.pool import RequestState
+    from hotswap.core.engine.setup import EngineSetup
     from hotswap.core.interfaces.kvcache import CacheEvent, CacheUsage
     from hotswap.core.interfaces.messages import StepMessage, Verdict
 
@@ -30,11 +31,11 @@ class Observer(Component):
 class HookSpecs:
     @hookspec
     def hotswap_engine_started(
-        self, versions: dict[str, str], config: dict[str, Any], replica: str, time: float,
+        self, versions: dict[str, str], config: dict[str, Any], replica: str, setup: "EngineSetup", time: float,
     ) -> None:
         """The engine is complete and about to serve; ``config`` is the effective one, secrets removed; ``replica`` is
-        its name among the engines of a deployment, empty where it is alone. The one hook whose exception ends the
-        start: what was asked for must work."""
+        its name among the engines of a deployment, empty where it is alone; ``setup`` is what came of the config. The
+        one hook whose exception ends the start: what was asked for must work."""
 
     @hookspec
     def hotswap_engine_stopped(self, time: float) -> None:
@@ -57,6 +58,11 @@ class HookSpecs:
         reason), and how long planning took in seconds."""
 
     @hookspec
+    def hotswap_nothing_planned(self, holds: Sequence[tuple[str, str]], time: float) -> None:
+        """A scheduler was asked and planned nothing, so that no step was submitted; it may have said why (request,
+        reason)."""
+
+    @hookspec
     def hotswap_plan_failed(self, component: str, error: str, time: float) -> None:
         """A scheduler raised; its plan was undone."""
 
@@ -71,6 +77,10 @@ class HookSpecs:
     @hookspec
     def hotswap_pages_evicted(self, events: Sequence["CacheEvent"], time: float) -> None:
         """The KV manager's page events since the last step."""
+
+    @hookspec
+    def hotswap_cache_reset(self, time: float) -> None:
+        """Everything reusable is being forgotten, in the cache and by the KV transfer."""
 
     @hookspec
     def hotswap_pages_leaked(self, owners: dict[str, int], time: float) -> None:

@@ -17,6 +17,7 @@ from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.engine.parts import Parts
+from hotswap.core.engine.setup import EngineSetup, references
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join
@@ -121,7 +122,7 @@ class Assembly:
         info = parts.executor.launch(factory, ranks, self._meeting)
         try:
             cache_plan = self._allocate(config, parts, info, ranks.world_size)
-            engine = self._loop(config, parts, live, info, ranks)
+            engine = self._loop(config, parts, live, info, ranks, cache_plan)
         except BaseException:
             parts.executor.stop()
             if (transfer := _transfer(parts)) is not None:
@@ -175,6 +176,7 @@ class Assembly:
 
     def _loop(
         self, config: Config, parts: Components, live: LiveComponents, info: WorkerInfo, ranks: RankPlan,
+        cache_plan: CachePlan,
     ) -> Engine:
         observers, clock, replica = live.observers, self._clock, ranks.replica
         limits = Limits(
@@ -185,9 +187,13 @@ class Assembly:
         loop = EngineLoop(
             Parts(parts.scheduler, parts.kvcache, parts.executor, observers), limits, clock, depth, ranks.chained,
             Transfers(_transfer(parts), ranks.world_size))
+        setup = EngineSetup(
+            references([parts.scheduler, parts.kvcache, _transfer(parts)]), limits, depth, ranks.chained,
+            ranks.world_size, tuple(info.cache_specs), *_cache_room(config, info, self._max_model_len),
+            cache_plan.groups, self._checkpoint.revision)
         observers.notify(
             "hotswap_engine_started", versions=versions(), config=self._resolved.effective(), replica=replica.name,
-            time=clock.now())
+            setup=setup, time=clock.now())
         if observers.silenced:  # what was asked for must work; later it may fail without harm
             label, problem = next(iter(observers.silenced.items()))
             raise ConfigError(
@@ -250,16 +256,20 @@ def _transfer(parts: Components) -> KVTransfer | None:
 
 
 def _divide_memory(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:
-    """Pages for what the config says; else for all that could ever be held at once, or what the device has left."""
+    plan: CachePlan = parts.kvcache.configure(info.cache_specs, *_cache_room(config, info, max_model_len))
+    return plan
+
+
+def _cache_room(config: Config, info: WorkerInfo, max_model_len: int) -> tuple[int, CacheConstraints]:
+    """Bytes for what the config says; else for all that could ever be held at once, or what the device has left."""
     section, running = config.kvcache, config.scheduler.max_running
     num_bytes = section.memory
     if num_bytes is None:
         tokens = (running + 1) * (max_model_len + 256)  # whole pages, and the dummy page
         most = sum(spec.bytes_per_token for spec in info.cache_specs) * tokens
         num_bytes = min(info.free_bytes, most)
-    plan: CachePlan = parts.kvcache.configure(info.cache_specs, num_bytes, CacheConstraints(
-        max_model_len, running, section.block_size, info.page_sizes, section.num_blocks))
-    return plan
+    return num_bytes, CacheConstraints(
+        max_model_len, running, section.block_size, info.page_sizes, section.num_blocks)
 
 
 def versions() -> dict[str, str]:

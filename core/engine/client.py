@@ -82,6 +82,8 @@ class Engine:
         return int(self.call(self._reset))
 
     def _reset(self) -> int:
+        if self.loop.parts.observers.active:
+            self.loop.parts.observers.notify("hotswap_cache_reset", time=self.loop.clock.now())
         dropped = self.loop.parts.kv.reset() + self.loop.transfers.reset()
         self.loop.tell_events()
         return dropped

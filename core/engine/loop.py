@@ -131,6 +131,8 @@ class EngineLoop:
         message.transfer = self.transfers.message(message.step_id)
         hears = self.transfers.pending and not self.in_flight  # an empty step, to hear of a transfer's end
         if not (states or self.lifecycle.drops or message.has_operations or hears):
+            if self.parts.observers.active:
+                self.parts.observers.notify("hotswap_nothing_planned", holds=context.holds, time=begun)
             return False
         message.drops, self.lifecycle.drops = self.lifecycle.drops, []
         now = self.clock.now()

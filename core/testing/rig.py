@@ -7,7 +7,9 @@ from typing import Any, cast
 
 from hotswap.core.engine.clock import ManualClock
 from hotswap.core.engine.context import Limits
-from hotswap.core.engine.loop import EngineLoop, Parts
+from hotswap.core.engine.loop import EngineLoop
+from hotswap.core.engine.parts import Parts
+from hotswap.core.engine.setup import EngineSetup, references
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.kv_transfer import KVTransfer, TransferLayout, TransferWorker
@@ -53,12 +55,19 @@ class Rig:
     executor: LateExecutor
     clock: ManualClock
     client: Client
+    setup: EngineSetup
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 8, **fields: Any) -> Request:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, **fields.pop("sampling", {}))
         request = Request(request_id, prompt, sampling, **fields)
         self.loop.add(request, self.client.sink)
         return request
+
+    def start_observers(self, config: dict[str, Any] | None = None, replica: str = "") -> None:
+        """Tell them that the engine is complete, as an assembly does."""
+        self.loop.parts.observers.notify(
+            "hotswap_engine_started", versions={"hotswap": "test"}, config=config or {}, replica=replica,
+            setup=self.setup, time=self.clock.now())
 
     def run(self, most: int = 5000) -> int:
         """Until nothing is left to do; returns the number of turns."""
@@ -85,16 +94,18 @@ def make_rig(
         windows, lookahead=lookahead, skill=skill, max_model_len=max_model_len, seed=seed, transfer=mover))
     executor, clock = LateExecutor(seed), ManualClock()
     info = executor.launch(cast(WorkerFactory, lambda plan, rank: worker), RankPlan())
-    plan = kv.configure(info.cache_specs, 0, CacheConstraints(
-        max_model_len, max_running, page_size=page_size, num_pages=num_pages))
+    constraints = CacheConstraints(max_model_len, max_running, page_size=page_size, num_pages=num_pages)
+    plan = kv.configure(info.cache_specs, 0, constraints)
+    known = references([scheduler, kv, transfer])
     if transfer is not None:
         transfer = Watched(transfer, executor)
         plan = replace(plan, transfer=transfer.configure(TransferLayout(info.cache_specs, plan, 1, clock.now)))
     executor.allocate(plan)
     limits = Limits(max_batch_tokens, max_running, max_model_len, lookahead, reuse_tail)
+    setup = EngineSetup(known, limits, depth, chained, 1, tuple(info.cache_specs), 0, constraints, plan.groups)
     loop = EngineLoop(Parts(scheduler, kv, executor, observers or ObserverHub()), limits, clock, depth, chained,
         Transfers(transfer))
-    return Rig(loop, worker, executor, clock, Client())
+    return Rig(loop, worker, executor, clock, Client(), setup)
 
 
 def assert_clean(rig: Rig) -> None:

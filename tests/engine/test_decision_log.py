@@ -21,7 +21,7 @@ def record(
     live.add(build("observer", "decision_log", path=str(path), tokens=tokens, page_size=4))
     rig = make_rig("chunked", "prefix", num_pages=1 + 33, page_size=4, depth=depth, lookahead=lookahead, max_running=6,
                    max_batch_tokens=24, seed=seed, observers=live.observers)
-    live.observers.notify("hotswap_engine_started", versions={"hotswap": "test"}, replica="", config={}, time=0.0)
+    rig.start_observers()
     rng, shared = random.Random(seed), [7] * 13
     for turn in range(80):
         if turn % 2 == 0:
@@ -80,7 +80,7 @@ def test_prompts_cannot_be_read_from_the_log_unless_asked(tmp_path: Path) -> Non
         live = LiveComponents()
         live.add(build("observer", "decision_log", path=str(path), tokens=tokens, page_size=4))
         rig = make_rig(observers=live.observers)
-        live.observers.notify("hotswap_engine_started", versions={}, replica="", config={}, time=0.0)
+        rig.start_observers()
         rig.add("r", secret, 3)
         rig.run()
         live.observers.notify("hotswap_engine_stopped", time=1.0)

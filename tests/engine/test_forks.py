@@ -7,6 +7,7 @@ import pytest
 
 from hotswap.core.engine.context import Limits
 from hotswap.core.interfaces.kvcache import CacheConstraints, CacheSpec
+from hotswap.core.interfaces.scheduler import Answer
 from hotswap.core.live import LiveComponents
 from hotswap.core.request import Request
 from hotswap.core.testing.replay import Replay, read_log
@@ -205,7 +206,7 @@ def test_a_log_with_forks_is_replayed(tmp_path: Path) -> None:
     live = LiveComponents()
     live.add(build("observer", "decision_log", path=str(tmp_path / "log.jsonl"), page_size=8))
     rig = rig_of("prefix", depth=2, lookahead=2, num_pages=1 + 40, observers=live.observers)
-    live.observers.notify("hotswap_engine_started", versions={}, replica="", config={}, time=0.0)
+    rig.start_observers()
     for call in range(4):
         for i in range(3):
             rig.add(f"{call}-{i}", PROMPT[call:60 + call], 40, seed=i, fork_of=f"{call}-0" if i else None)
@@ -218,7 +219,9 @@ def test_a_log_with_forks_is_replayed(tmp_path: Path) -> None:
     kv = build("kvcache", "prefix")
     kv.configure([CacheSpec("full", (0,), 1, 1, 1)], 0, CacheConstraints(200, 8, page_size=8, num_pages=1 + 40))
     events = read_log(tmp_path / "log.jsonl")
-    again = Replay(events, build("scheduler", "chunked"), kv, Limits(40, 8, 200, 2), 2, True)
+    again, forks = Replay(events, build("scheduler", "chunked"), kv, Limits(40, 8, 200, 2), 2, True), []
+    fork = kv.fork
+    kv.fork = lambda *arguments: forks.append(fork(*arguments)) or forks[-1]
     assert again.run() is None
-    assert sum(len(change.copies) for message in again.executor.messages for _, grant in message.grants
+    assert sum(len(change.copies) for grant in forks if not isinstance(grant, Answer)
                for change in grant.groups.values()) == copies(rig)

@@ -21,9 +21,7 @@ def watched(
     observer = build("observer", use, **options)
     live.add(observer)
     rig = make_rig(observers=live.observers, **(rig_options or {}))
-    live.observers.notify(
-        "hotswap_engine_started", versions={}, config={"model": {"name": "toy"}, "server": {}}, replica=replica,
-        time=0.0)
+    rig.start_observers({"model": {"name": "toy"}, "server": {}}, replica)
     return observer, rig, live
 
 

@@ -305,7 +305,7 @@ def test_a_replayed_log_makes_the_same_swaps(tmp_path: Path, overlap: bool) -> N
         "chunked", "prefix", num_pages=34, page_size=4, depth=2, max_running=6, max_batch_tokens=24,
         observers=live.observers, transfer=tier(**options),
         wrap_transfer=(lambda w: LateWorker(HostTierWorker(True, InOrder()), rng)) if overlap else lambda w: w)
-    live.observers.notify("hotswap_engine_started", versions={}, replica="", config={}, time=0.0)
+    rig.start_observers()
     for turn in range(100):
         if turn % 3 == 0:
             rig.add(f"r{turn}", rng.choice(prompts), rng.randrange(9, 60))
