@@ -34,11 +34,12 @@ def quads(pairs: Sequence[Pair], metric: MetricSpec) -> Floats:
     for first, second in zip(pairs[::QUAD], pairs[1::QUAD], strict=False):
         if first.base_first == second.base_first:
             raise ValueError("pairs come in quads, base first in one and the arm first in the other; these are not.")
-    differences: Floats = np.array([_difference(pair, metric) for pair in pairs[:n * QUAD]], dtype=np.float64)
+    differences: Floats = np.array([difference(pair, metric) for pair in pairs[:n * QUAD]], dtype=np.float64)
     return np.asarray(differences.reshape(n, QUAD).mean(axis=1), dtype=np.float64)
 
 
-def _difference(pair: Pair, metric: MetricSpec) -> float:
+def difference(pair: Pair, metric: MetricSpec) -> float:
+    """The logarithm of arm / base, or arm - base of an additive metric; NaN where either lacks it."""
     base, arm = pair.base.get(metric.name), pair.arm.get(metric.name)
     if base is None or arm is None:
         return float("nan")
