@@ -1,0 +1,209 @@
+"""The experiment file as a model: what is compared, under which load, and when there is enough of it.
+
+Durations and shares have units: ``500ms``, ``2s``, ``3%``. A number without one is refused, since it could be meant in
+several.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
+
+from hotswap.core.config.files import read_file
+from hotswap.core.config.schema import Count, Section
+from hotswap.core.errors import ConfigError
+from hotswap.core.explain import explain, nearest, raise_problems
+from hotswap.core.interfaces.component import ComponentRef
+from hotswap.lab.load import ClosedLoop, Load, OpenLoop
+from hotswap.lab.metrics import COMPARED, LATENCIES, METRICS, Slo
+
+BASE = "base"
+"""The arm that the others are compared with."""
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z%]*)")
+_ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+
+
+def parse_seconds(value: object) -> object:
+    """``"500ms"``, ``"2 s"``, ``"1.5min"`` in seconds. ValueError for what has no unit, or an unknown one."""
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in _SECONDS:
+        raise ValueError(f"should be a duration with its unit ({', '.join(_SECONDS)}), such as '500ms', not {value!r}.")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_share(value: object) -> object:
+    """``"3%"`` or 0.03. ValueError for a text without the sign."""
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if isinstance(value, str):
+        if match is None or match[2] != "%":
+            raise ValueError(f"should be a share such as '3%' or 0.03, not {value!r}.")
+        return float(match[1]) / 100
+    return value
+
+
+Duration = Annotated[
+    float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_seconds),
+    WithJsonSchema({"type": "string", "description": "A number with a unit: '500ms', '2s', '1.5min'."})]
+Share = Annotated[
+    float, Field(gt=0, lt=1), BeforeValidator(parse_share),
+    WithJsonSchema({"type": ["string", "number"], "description": "'3%' or 0.03."})]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
+
+
+class LoadSection(Section):
+    """Closed: ``concurrency`` requests are kept in flight. Open: ``rate`` requests a second, or the workload's own
+    times. By default closed, with 8."""
+
+    concurrency: Count | None = None
+    rate: Positive | None = None
+    """Requests a second."""
+    arrivals: Literal["poisson", "constant", "bursty", "workload"] = "poisson"
+    """Of an open loop; workload: at the items' own times."""
+    burstiness: Positive = 0.25
+    """Shape of the gamma distribution of gaps when bursty: 1 is Poisson, less is burstier."""
+    limit: Count | None = None
+    """Of an open loop: most requests under way; who waits for that at the client is charged for it."""
+
+    @model_validator(mode="after")
+    def _one_loop(self) -> "LoadSection":
+        own_times = self.arrivals == "workload"
+        if self.concurrency is not None and (self.rate is not None or own_times or self.limit is not None):
+            raise ValueError("'concurrency' makes a closed loop, 'rate', 'limit' and the workload's own times an open "
+                             "one; keep one of them.")
+        if own_times and self.rate is not None:
+            raise ValueError("the workload's own times know no 'rate'; leave it out.")
+        if self.concurrency is None and self.rate is None and "arrivals" in self.model_fields_set and not own_times:
+            raise ValueError(f"{self.arrivals} arrivals need a 'rate'.")
+        return self
+
+    @property
+    def loop(self) -> Load:
+        if self.rate is None and self.arrivals != "workload":
+            return ClosedLoop(self.concurrency or 8)
+        return OpenLoop(self.rate or 1.0, self.arrivals, self.burstiness, self.limit)
+
+
+class BlockSection(Section):
+    """A block is what an arm serves before the other one has its turn. Noise of a machine comes and goes over seconds
+    and minutes: arms that take turns faster than that suffer it alike, and it cancels."""
+
+    seconds: Positive = 3.0
+    """As many requests as the slowest arm needs about so long for, found out while warming up."""
+    requests: Count | None = None
+    """A fixed number instead."""
+
+
+class StopSection(Section):
+    """When there is enough."""
+
+    minutes: Positive = 10.0
+    """No longer than this, warming up and loading aside."""
+    pairs: Count | None = None
+    """No more pairs of blocks than this."""
+    early: bool = True
+    """Stop as soon as every metric has its verdict; the statistics allow for looking."""
+
+
+class Experiment(Section):
+    """The whole file."""
+
+    base: str | dict[str, Any] | None = None
+    """A config file, relative to this one, or a config. Not needed where every arm is a URL."""
+    arms: dict[str, dict[str, Any]]
+    """Name -> what is different from the base, by section or with dots, as in --set; or ``url`` (and ``model``,
+    ``api_key``, ``token_ids``) of a server. The arm called base, if there is one, is what the others are compared
+    with; else that is the base config as it is."""
+    workload: ComponentRef = ComponentRef(use="synthetic")
+    load: LoadSection = LoadSection()
+    block: BlockSection = BlockSection()
+    slo: dict[str, Duration] = Field(default_factory=dict)
+    """Most that a good request may take, by latency: ``{ttft: 500ms, tpot: 50ms}``."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Fields that every request has. What is not said is not sent."""
+    metrics: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(COMPARED))
+    """What is compared. Each more costs all of them some certainty."""
+    margin: Share = 0.03
+    """A difference up to this is none that matters."""
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
+    stop: StopSection = StopSection()
+    cache: Literal["cold", "warm"] = "cold"
+    """cold: every block starts with an empty prefix cache. warm: with what the blocks before left, which is the same
+    for all arms."""
+    warm_up: Annotated[int, Field(ge=1, le=100)] = 2
+    """Blocks of each arm that are not counted."""
+    seed: int = 0
+    """Of the workload, the arrivals and the order of arms."""
+    processes: Literal["auto", "shared", "separate"] = "auto"
+    """shared: all arms in this process, with one copy of the weights. separate: each is a server of its own, and its
+    memory can be told. auto: shared where that can be."""
+    out: str | None = None
+    """The folder for records and report, relative to the working directory."""
+
+    @field_validator("arms")
+    @classmethod
+    def _arms_with_names(cls, arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        if not [name for name in arms if name != BASE]:
+            raise ValueError("there should be an arm to compare the base with, such as 'static: {scheduler: static}'.")
+        for name in arms:
+            if not _ARM_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name for an arm: letters, digits, and . _ + - between them.")
+        return arms
+
+    @field_validator("slo")
+    @classmethod
+    def _known_latencies(cls, slo: dict[str, float]) -> dict[str, float]:
+        return {_known(name, LATENCIES): most for name, most in slo.items()}
+
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, names: list[str]) -> list[str]:
+        return [_known(name, [spec.name for spec in METRICS]) for name in dict.fromkeys(names)]
+
+    @model_validator(mode="after")
+    def _a_base(self) -> "Experiment":
+        if self.base is None and not all("url" in arm for arm in self.arms.values()):
+            raise ValueError("'base' is required where an arm is no URL: the config that arms are changes of.")
+        if self.base is None and BASE not in self.arms:
+            raise ValueError("without a 'base' config one of the arms should be called base.")
+        return self
+
+    @property
+    def limits(self) -> Slo:
+        return Slo(self.slo)
+
+
+def _known(name: str, names: Any) -> str:
+    if name not in names:
+        near = nearest(name, names)
+        hint = f" Did you mean '{near}'?" if near else ""
+        raise ValueError(f"there is no {name!r}.{hint} There are {', '.join(names)}.")
+    return name
+
+
+def load_experiment(source: str | Path | Mapping[str, Any]) -> Experiment:
+    """Read an experiment file (YAML, JSON or TOML), or take a mapping. ConfigError tells every problem with its path.
+    """
+    folder = Path()
+    if isinstance(source, Mapping):
+        values = dict(source)
+    else:
+        values, folder = read_file(Path(source)), Path(source).parent
+    if isinstance(values.get("base"), str):
+        values["base"] = str(folder / values["base"])
+    try:
+        return Experiment.model_validate(values)
+    except ValidationError as error:
+        raise_problems(explain(error, Experiment, known=_known_keys()))
+        raise ConfigError(str(error)) from error
+
+
+def _known_keys() -> dict[str, str]:
+    """What somebody may type at the top -> the path that is meant."""
+    keys = {name: name for name in Experiment.model_fields}
+    for section, model in (("load", LoadSection), ("block", BlockSection), ("stop", StopSection)):
+        keys |= {inner: f"{section}.{inner}" for inner in model.model_fields}
+    return keys

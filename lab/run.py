@@ -1,0 +1,205 @@
+"""Runs an experiment: arms take turns at the same requests, and each block is written down as it ends."""
+
+import gc
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Protocol
+
+from hotswap.core.interfaces.workload import WorkItem
+from hotswap.lab.experiment import BASE, Experiment
+from hotswap.lab.interleave import ROUNDS, orders
+from hotswap.lab.journal import Journal
+from hotswap.lab.load import Load, Numbered, OpenLoop, Stretch, run_load
+from hotswap.lab.metrics import Slo, failed, values_of
+from hotswap.lab.outputs import divergences
+from hotswap.lab.processes import Neighbours
+from hotswap.lab.records import BlockRecord, Pair
+from hotswap.lab.targets.target import Target
+
+NONCE_TOKENS = 8
+LEAST_REQUESTS = 4
+WARM_UP_REQUESTS = 8
+WHOLE_FAILURE = "every request of a block failed"
+
+
+@dataclass
+class Arm:
+    """``origin``: arms of the same one share a prefix cache, since they are the same server."""
+
+    name: str
+    target: Target
+    origin: str = ""
+
+
+class Monitor(Protocol):
+    """Follows an experiment, and knows when there is enough of it."""
+
+    def add(self, arm: str, pair: Pair) -> None: ...
+
+    def enough(self) -> str | None:
+        """Why the run may stop now; None where it may not. Asked when all is balanced."""
+
+
+class Patient:
+    """A monitor that never has enough."""
+
+    def add(self, arm: str, pair: Pair) -> None:
+        """Nothing is followed."""
+
+    def enough(self) -> str | None:
+        return None
+
+
+class Progress(Protocol):
+    """Hears how far a run has come: ``done`` of 1, and in words."""
+
+    def __call__(self, done: float, words: str) -> None: ...
+
+
+@dataclass
+class Measured:
+    """All that was measured. ``pairs``: by arm, in order."""
+
+    blocks: list[BlockRecord] = field(default_factory=list)
+    pairs: dict[str, list[Pair]] = field(default_factory=dict)
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+    stopped: str = ""
+    partial: bool = False
+
+
+class Dead(Exception):
+    """An arm cannot go on."""
+
+
+class Run:
+    """One experiment. ``arms``: the base first. ``text`` makes a token readable."""
+
+    def __init__(
+        self, experiment: Experiment, arms: Sequence[Arm], items: Iterator[WorkItem], now: Callable[[], float],
+        journal: Journal, monitor: Monitor | None = None, progress: Progress = lambda done, words: None,
+        text: Callable[[int], str] = str,
+    ) -> None:
+        self._experiment, self._arms, self._now, self._journal = experiment, list(arms), now, journal
+        self._monitor, self._progress, self._text = monitor or Patient(), progress, text
+        self._items: Iterator[Numbered] = enumerate(items)
+        self._load: Load = experiment.load.loop
+        self._slo: Slo = experiment.limits
+        self.measured = Measured(pairs={arm.name: [] for arm in arms if arm.name != BASE})
+        self._positions = 0
+
+    def run(self) -> Measured:
+        """As far as it comes: an arm that dies, and a user who interrupts, end the run and lose nothing."""
+        measured = self.measured
+        try:
+            size = self._warm_up()
+            measured.stopped = self._rounds(size)
+        except Dead as death:
+            measured.stopped, measured.partial = str(death), True
+        except KeyboardInterrupt:
+            measured.stopped, measured.partial = "it was interrupted", True
+        self._journal.end(measured.stopped, measured.partial)
+        return measured
+
+    def _warm_up(self) -> int:
+        """Serve blocks that do not count. Returns how many requests a block should have."""
+        limit = self._load.limit or 1
+        size = self._experiment.block.requests or max(WARM_UP_REQUESTS, 2 * limit)
+        slowest = 0.0
+        for number in range(self._experiment.warm_up):
+            items = list(islice(self._items, size))
+            for arm in self._arms:
+                self._progress(0.0, f"warming up {arm.name}")
+                stretch = self._stretch(arm, items, f"warm-up {number}")[0]
+                self._check(arm, stretch.records, "while warming up")
+                slowest = max(slowest if number else 0.0, stretch.wall / len(items))
+        if self._experiment.block.requests is not None:
+            return size
+        least = max(LEAST_REQUESTS, 2 * limit)
+        if isinstance(self._load, OpenLoop) and self._load.arrivals != "workload":
+            return max(least, round(self._load.rate * self._experiment.block.seconds))
+        return max(least, round(self._experiment.block.seconds / max(slowest, 1e-6)))
+
+    def _rounds(self, size: int) -> str:
+        stop, begin = self._experiment.stop, self._now()
+        seconds = stop.minutes * 60
+        for number, order in enumerate(orders([arm.name for arm in self._arms], self._experiment.seed)):
+            elapsed = self._now() - begin
+            if number % ROUNDS == 0 and number:
+                if stop.early and (why := self._monitor.enough()):
+                    return why
+                if stop.pairs is not None and number >= stop.pairs:
+                    return f"{number} pairs are in"
+                if elapsed + ROUNDS * elapsed / number > seconds:
+                    return "time is over"
+            whole = max(elapsed / seconds, number / stop.pairs if stop.pairs else 0.0)
+            self._progress(min(1.0, whole), f"pair {number + 1}")
+            self._round(number, order, list(islice(self._items, size)))
+        raise AssertionError("rounds have no end")
+
+    def _round(self, number: int, order: Sequence[str], items: list[Numbered]) -> None:
+        arms = {arm.name: arm for arm in self._arms}
+        blocks: dict[str, BlockRecord] = {}
+        for name in order:
+            block = self._block(arms[name], items, number)
+            blocks[name] = block
+            self.measured.blocks.append(block)
+            self._journal.block(block)
+            self._check(arms[name], block.requests, f"in pair {number}")
+        values = {name: values_of(block, self._slo) for name, block in blocks.items()}
+        for name, pairs in self.measured.pairs.items():
+            pairs.append(Pair(values[BASE], values[name], order.index(BASE) < order.index(name)))
+            self._monitor.add(name, pairs[-1])
+            self.measured.divergences += divergences(blocks[BASE], blocks[name], self._text)
+
+    def _block(self, arm: Arm, items: list[Numbered], number: int) -> BlockRecord:
+        neighbours = Neighbours()
+        stretch, activity = self._stretch(arm, items, f"pair {number}")
+        position, self._positions = self._positions, self._positions + 1
+        return BlockRecord(
+            arm.name, number, position, stretch.wall, stretch.records, activity.cpu, activity.engine,
+            tuple(activity.timeline), neighbours.cores(stretch.wall))
+
+    def _stretch(self, arm: Arm, items: list[Numbered], name: str) -> tuple[Stretch, Any]:
+        """The same requests, from the same state of the cache, at the same planned times, for every arm."""
+        target = arm.target
+        if self._experiment.cache == "cold":
+            if target.can_reset:
+                target.reset()
+            else:
+                items = self._fresh(arm, items, name)
+        gc.collect()  # what the last block has left is not this one's to clear away
+        target.begin()
+        stretch = run_load(target, items, self._load, self._now, name=name, seed=self._seed(name))
+        return stretch, target.finish()
+
+    def _seed(self, name: str) -> int:
+        return random.Random(f"{self._experiment.seed} {name}").getrandbits(32)
+
+    def _fresh(self, arm: Arm, items: list[Numbered], name: str) -> list[Numbered]:
+        """The same requests behind a beginning that the server has never seen, since its cache cannot be emptied: they
+        share with one another what they shared, and nothing with blocks before. Arms that are one server get different
+        beginnings, others the same."""
+        alike = [other.name for other in self._arms if other.origin == arm.origin]
+        draw = random.Random(f"{self._experiment.seed} {name} {alike.index(arm.name)}")
+        pool = sorted({token for _, item in items for token in item.prompt})
+        nonce = tuple(draw.choices(pool, k=NONCE_TOKENS))
+        return [
+            (index, replace(item, prompt=(nonce[:len(item.prompt)] + item.prompt[NONCE_TOKENS:])))
+            for index, item in items]
+
+    def _check(self, arm: Arm, requests: Sequence[Any], when: str) -> None:
+        if (problem := arm.target.problem()) is not None:
+            raise Dead(f"arm {arm.name!r} died {when}: {problem}")
+        bad = failed(requests)
+        if bad and len(bad) == len(requests):
+            raise Dead(f"arm {arm.name!r} answered no request {when}: {bad[0].error}")
+
+
+def resolved(experiment: Experiment, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """The experiment as JSON, every default spelled out, secrets hidden."""
+    from hotswap.core.explain import redact
+
+    plain: dict[str, Any] = redact(experiment.model_dump(mode="json"))
+    return {**plain, "hashes": dict(hashes)}
