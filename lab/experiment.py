@@ -9,22 +9,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from hotswap.core.config.files import read_file
 from hotswap.core.config.schema import Count, Section
-from hotswap.core.errors import ConfigError
 from hotswap.core.explain import explain, nearest, raise_problems
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.lab.load import ClosedLoop, Load, OpenLoop
 from hotswap.lab.metrics import COMPARED, LATENCIES, METRICS, Slo
 
 BASE = "base"
-"""The arm that the others are compared with."""
+"""The name of the base config as it is, where no arm is called so."""
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z%]*)")
-_ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+_ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=:-]*")
 
 
 def parse_seconds(value: object) -> object:
@@ -35,23 +42,25 @@ def parse_seconds(value: object) -> object:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_share(value: object) -> object:
-    """``"3%"`` or 0.03. ValueError for a text without the sign."""
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    if isinstance(value, str):
-        if match is None or match[2] != "%":
-            raise ValueError(f"should be a share such as '3%' or 0.03, not {value!r}.")
-        return float(match[1]) / 100
-    return value
-
-
 Duration = Annotated[
     float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_seconds),
     WithJsonSchema({"type": "string", "description": "A number with a unit: '500ms', '2s', '1.5min'."})]
-Share = Annotated[
-    float, Field(gt=0, lt=1), BeforeValidator(parse_share),
-    WithJsonSchema({"type": ["string", "number"], "description": "'3%' or 0.03."})]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
+
+
+def _known(name: str, names: Any) -> str:
+    if name not in names:
+        near = nearest(name, names)
+        hint = f" Did you mean '{near}'?" if near else ""
+        raise ValueError(f"there is no {name!r}.{hint} There are {', '.join(names)}.")
+    return name
+
+
+def _known_latencies(slo: dict[str, float]) -> dict[str, float]:
+    return {_known(name, LATENCIES): most for name, most in slo.items()}
+
+
+Slos = Annotated[dict[str, Duration], AfterValidator(_known_latencies)]
 
 
 class LoadSection(Section):
@@ -97,17 +106,6 @@ class BlockSection(Section):
     """A fixed number instead."""
 
 
-class StopSection(Section):
-    """When there is enough."""
-
-    minutes: Positive = 10.0
-    """No longer than this, warming up and loading aside."""
-    pairs: Count | None = None
-    """No more pairs of blocks than this."""
-    early: bool = True
-    """Stop as soon as every metric has its verdict; the statistics allow for looking."""
-
-
 class Experiment(Section):
     """The whole file."""
 
@@ -115,21 +113,22 @@ class Experiment(Section):
     """A config file, relative to this one, or a config. Not needed where every arm is a URL."""
     arms: dict[str, dict[str, Any]]
     """Name -> what is different from the base, by section or with dots, as in --set; or ``url`` (and ``model``,
-    ``api_key``, ``token_ids``) of a server. The arm called base, if there is one, is what the others are compared
-    with; else that is the base config as it is."""
+    ``api_key``, ``token_ids``) of a server."""
+    against: str = BASE
+    """The arm that the others are compared with. ``base``, where no arm is called so: the base config as it is."""
     workload: ComponentRef = ComponentRef(use="synthetic")
     load: LoadSection = LoadSection()
     block: BlockSection = BlockSection()
-    slo: dict[str, Duration] = Field(default_factory=dict)
+    slo: Slos = Field(default_factory=dict)
     """Most that a good request may take, by latency: ``{ttft: 500ms, tpot: 50ms}``."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Fields that every request has. What is not said is not sent."""
     metrics: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(COMPARED))
     """What is compared. Each more costs all of them some certainty."""
-    margin: Share = 0.03
-    """A difference up to this is none that matters."""
-    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
-    stop: StopSection = StopSection()
+    minutes: Positive = 10.0
+    """The run takes no longer than this, loading and warming up aside."""
+    pairs: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    """No more pairs of blocks than this; even, since only two pairs are balanced."""
     cache: Literal["cold", "warm"] = "cold"
     """cold: every block starts with an empty prefix cache. warm: with what the blocks before left, which is the same
     for all arms."""
@@ -146,17 +145,12 @@ class Experiment(Section):
     @field_validator("arms")
     @classmethod
     def _arms_with_names(cls, arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        if not [name for name in arms if name != BASE]:
-            raise ValueError("there should be an arm to compare the base with, such as 'static: {scheduler: static}'.")
+        if not arms:
+            raise ValueError("there should be an arm, such as 'static: {scheduler: static}'.")
         for name in arms:
             if not _ARM_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name for an arm: letters, digits, and . _ + - between them.")
+                raise ValueError(f"{name!r} is no name for an arm: a letter or digit, then those and . _ + = : -")
         return arms
-
-    @field_validator("slo")
-    @classmethod
-    def _known_latencies(cls, slo: dict[str, float]) -> dict[str, float]:
-        return {_known(name, LATENCIES): most for name, most in slo.items()}
 
     @field_validator("metrics")
     @classmethod
@@ -164,30 +158,28 @@ class Experiment(Section):
         return [_known(name, [spec.name for spec in METRICS]) for name in dict.fromkeys(names)]
 
     @model_validator(mode="after")
-    def _a_base(self) -> "Experiment":
+    def _something_to_compare(self) -> "Experiment":
         if self.base is None and not all("url" in arm for arm in self.arms.values()):
             raise ValueError("'base' is required where an arm is no URL: the config that arms are changes of.")
-        if self.base is None and BASE not in self.arms:
-            raise ValueError("without a 'base' config one of the arms should be called base.")
+        if self.against not in self.arms and (self.against != BASE or self.base is None):
+            raise ValueError(f"'against' names no arm; there are {', '.join(self.arms)}.")
+        if not self.compared:
+            raise ValueError(f"there is nothing but {self.against!r}; give an arm to compare with it.")
         return self
+
+    @property
+    def compared(self) -> list[str]:
+        """The arms that are compared with the one of ``against``."""
+        return [name for name in self.arms if name != self.against]
 
     @property
     def limits(self) -> Slo:
         return Slo(self.slo)
 
 
-def _known(name: str, names: Any) -> str:
-    if name not in names:
-        near = nearest(name, names)
-        hint = f" Did you mean '{near}'?" if near else ""
-        raise ValueError(f"there is no {name!r}.{hint} There are {', '.join(names)}.")
-    return name
-
-
-def load_experiment(source: str | Path | Mapping[str, Any]) -> Experiment:
-    """Read an experiment file (YAML, JSON or TOML), or take a mapping. ConfigError tells every problem with its path.
-    """
-    folder = Path()
+def load_experiment(source: str | Path | Mapping[str, Any], folder: Path = Path()) -> Experiment:
+    """Read an experiment file (YAML, JSON or TOML), or take a mapping, whose paths are relative to ``folder``.
+    ConfigError tells every problem with its path."""
     if isinstance(source, Mapping):
         values = dict(source)
     else:
@@ -198,12 +190,27 @@ def load_experiment(source: str | Path | Mapping[str, Any]) -> Experiment:
         return Experiment.model_validate(values)
     except ValidationError as error:
         raise_problems(explain(error, Experiment, known=_known_keys()))
-        raise ConfigError(str(error)) from error
+        raise
+
+
+class _Part(Section):
+    load: LoadSection = LoadSection()
+    slo: Slos = Field(default_factory=dict)
+
+
+def load_part(values: Mapping[str, Any]) -> tuple[Load, Slo]:
+    """The ``load`` and ``slo`` of an experiment alone. ConfigError as above."""
+    try:
+        part = _Part.model_validate(dict(values))
+    except ValidationError as error:
+        raise_problems(explain(error, _Part))
+        raise
+    return part.load.loop, Slo(part.slo)
 
 
 def _known_keys() -> dict[str, str]:
     """What somebody may type at the top -> the path that is meant."""
     keys = {name: name for name in Experiment.model_fields}
-    for section, model in (("load", LoadSection), ("block", BlockSection), ("stop", StopSection)):
+    for section, model in (("load", LoadSection), ("block", BlockSection)):
         keys |= {inner: f"{section}.{inner}" for inner in model.model_fields}
     return keys

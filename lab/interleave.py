@@ -1,8 +1,8 @@
 """In which order arms take their turns.
 
-Rounds come in twos: the second runs backwards what the first drew by lot, so that each arm runs as often before the base
-as behind it (ABBA or BAAB), and a drift that is steady over four blocks cancels. The lot is what the statistics rest
-on: neither arm can be favoured by anything that does not know it.
+Rounds come in twos: the second runs backwards what the first drew by lot, so that each arm runs as often before the
+base as behind it (ABBA or BAAB), and a drift that is steady over four blocks cancels. The lot is what the statistics
+rest on: neither arm can be favoured by anything that does not know it.
 """
 
 import random

@@ -4,28 +4,35 @@ model is loaded."""
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hotswap.core.config import ResolvedConfig, load_config
 from hotswap.core.config.check import check_config
-from hotswap.core.engine.build import Opened, open_model
-from hotswap.core.errors import ConfigError, HotswapError
+from hotswap.core.engine.build import open_model
+from hotswap.core.errors import ConfigError, RequestError
 from hotswap.core.explain import Problem, join, nearest, problems_of, raise_problems
 from hotswap.core.interfaces.workload import WorkItem, Workload, WorkloadContext
 from hotswap.core.registry import Registry
-from hotswap.lab.experiment import BASE, Experiment
+from hotswap.lab.experiment import Experiment
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
 from hotswap.server.frontend import sampling_of
+from hotswap.server.templates.chat import ChatTemplate
 
 CHECKED_ITEMS = 1000
 """So many requests of a workload are looked at before anything is loaded."""
+_NOT_FOR_SAMPLING = {
+    "max_tokens": "the workload says how long answers are", "n": "a request is measured as one answer",
+    "stream": "answers are always streamed", "prompt": "it comes from the workload",
+}
 _URL_KEYS = ("url", "model", "api_key", "token_ids")
 FOREIGN_VOCABULARY = 1000
 """Ids below this are words or parts of words in every vocabulary that we know of."""
+FOREIGN_LENGTH = 2048
+"""The context of a server that does not tell."""
 
 
 @dataclass(frozen=True)
@@ -57,43 +64,47 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
     def items(self) -> Iterator[WorkItem]:
-        """The workload's requests, for ever: one that ends begins again with the next seed."""
-        seed = self.context.seed
-        while True:
-            context = WorkloadContext(
-                seed, self.context.vocab_size, self.context.max_model_len, self.context.encode)
-            empty = True
-            for item in self.workload.items(context):
-                empty = False
-                yield item
-            if empty:
-                raise ConfigError("it has no requests", "workload")
-            seed += 1
+        return endless(self.workload, self.context)
+
+
+def endless(workload: Workload, context: WorkloadContext) -> Iterator[WorkItem]:
+    """The workload's requests, for ever: one that ends begins again with the next seed."""
+    seed, count = context.seed, 0
+    while True:
+        first = count
+        for item in workload.items(replace(context, seed=seed)):
+            count += 1
+            yield item if item.after is None else replace(item, after=item.after + first)
+        if count == first:
+            raise ConfigError("it has no requests", "workload")
+        seed += 1
 
 
 def make_plan(experiment: Experiment, *, progress: bool = True) -> Plan:
     """ConfigError for whatever cannot work."""
     registry = Registry()
     workload: Workload = registry.build("workload", experiment.workload, "workload")
-    base = None if experiment.base is None else _resolved(experiment, {}, BASE)
+    base = None if experiment.base is None else _resolved(experiment, {}, experiment.against)
     arms = [_arm(experiment, name, experiment.arms.get(name, {})) for name in _names(experiment)]
     configs = {arm.name: arm.config for arm in arms if arm.config is not None}
     _same_model(configs)
     for name, config in configs.items():
         with _named(name):
             check_config(config.config, Registry())
-    _check_sampling(experiment)
+    check_sampling(experiment.sampling, ours=bool(configs))
     notes: list[str] = []
     separate = _separate(experiment, configs, notes)
-    context = _context(experiment, base or next(iter(configs.values()), None), configs, arms, progress)
+    known = [*configs.values()] or ([] if base is None else [base])
+    endpoints = [arm.endpoint for arm in arms if arm.endpoint is not None]
+    context = context_of(experiment.seed, known, endpoints, progress)
+    check_workload(workload, context)
     plan = Plan(experiment, arms, workload, context, separate, notes)
-    check_workload(plan)
     check_out(experiment.out)
     return plan
 
 
 def _names(experiment: Experiment) -> list[str]:
-    return [BASE, *(name for name in experiment.arms if name != BASE)]
+    return [experiment.against, *experiment.compared]
 
 
 def _arm(experiment: Experiment, name: str, given: Mapping[str, Any]) -> ArmPlan:
@@ -159,14 +170,15 @@ def _model(model: tuple[str, str | None]) -> str:
     return model[0] if model[1] is None else f"{model[0]} at {model[1]}"
 
 
-def _check_sampling(experiment: Experiment) -> None:
-    """The fields are those of a request; other servers may know more."""
-    if "max_tokens" in experiment.sampling:
-        raise ConfigError("the workload says how long answers are; leave it out", "sampling.max_tokens")
-    if experiment.base is not None:
+def check_sampling(fields: Mapping[str, Any], ours: bool) -> None:
+    """``ours``: an engine of ours gets them. Other servers may know more fields, and judge them themselves."""
+    for name, why in _NOT_FOR_SAMPLING.items():
+        if name in fields:
+            raise ConfigError(f"{why}; leave it out", join("sampling", name))
+    if ours:
         try:
-            sampling_of(experiment.sampling)
-        except HotswapError as error:
+            sampling_of(fields)
+        except RequestError as error:
             raise ConfigError(str(error), "sampling") from error
 
 
@@ -194,20 +206,28 @@ def _apart(configs: Mapping[str, ResolvedConfig]) -> str | None:
     return None
 
 
-def _context(
-    experiment: Experiment, config: ResolvedConfig | None, configs: Mapping[str, ResolvedConfig],
-    arms: Sequence[ArmPlan], progress: bool,
+def context_of(
+    seed: int, configs: Iterable[ResolvedConfig], endpoints: Iterable[Endpoint], progress: bool,
 ) -> WorkloadContext:
-    """What the workload may know: of our model, or of a foreign one as far as its server tells."""
-    told = [OpenAITarget(arm.endpoint, lambda: 0.0).probe() for arm in arms if arm.endpoint is not None]
+    """What a workload may know: of our model, or of a foreign one as far as its server tells."""
+    told = [OpenAITarget(endpoint, lambda: 0.0).probe() for endpoint in endpoints]
     lengths = [int(entry["max_model_len"]) for entry in told if entry.get("max_model_len")]
-    if config is None:
-        return foreign_context(experiment.seed, min(lengths, default=2048))
-    opened = {name: open_model(one.config, Registry(), progress=progress) for name, one in configs.items()}
-    first: Opened = next(iter(opened.values()), None) or open_model(config.config, Registry(), progress=progress)
-    tokenizer = first.checkpoint.tokenizer()
-    length = min([first.max_model_len, *(one.max_model_len for one in opened.values()), *lengths])
-    return WorkloadContext(experiment.seed, first.facts.vocab_size, length, tokenizer.encode)
+    opened = [open_model(one.config, Registry(), progress=progress) for one in configs]
+    if not opened:
+        return foreign_context(seed, min(lengths, default=FOREIGN_LENGTH))
+    checkpoint, vocab_size = opened[0].checkpoint, opened[0].facts.vocab_size
+    length = min([one.max_model_len for one in opened] + lengths)
+    tokenizer, template = checkpoint.tokenizer(), checkpoint.chat_template
+    if template is None:
+        return WorkloadContext(seed, vocab_size, length, tokenizer.encode)
+    chat = ChatTemplate(template, tokenizer)
+
+    def encode_chat(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return chat.encode(
+            messages, add_generation_prompt=True, continue_final_message=False, variables=None,
+            check_length=lambda text: None)
+
+    return WorkloadContext(seed, vocab_size, length, tokenizer.encode, encode_chat)
 
 
 def foreign_context(seed: int, max_model_len: int, vocab_size: int = FOREIGN_VOCABULARY) -> WorkloadContext:
@@ -219,14 +239,13 @@ def foreign_context(seed: int, max_model_len: int, vocab_size: int = FOREIGN_VOC
     return WorkloadContext(seed, vocab_size, max_model_len, encode)
 
 
-def check_workload(plan: Plan) -> None:
+def check_workload(workload: Workload, context: WorkloadContext) -> None:
     """The first requests fit into the shortest context."""
-    most = plan.context.max_model_len
-    for index, item in enumerate(islice(plan.items(), CHECKED_ITEMS)):
-        if not item.prompt or len(item.prompt) + item.max_tokens > most:
+    for index, item in enumerate(islice(endless(workload, context), CHECKED_ITEMS)):
+        if not item.prompt or len(item.prompt) + item.max_tokens > context.max_model_len:
             raise ConfigError(
                 f"request {index} has {len(item.prompt)} tokens and asks for {item.max_tokens}, but the context of the "
-                f"shortest arm holds {most}; make it shorter, or raise max_model_len", "workload")
+                f"shortest arm holds {context.max_model_len}; make it shorter, or raise max_model_len", "workload")
 
 
 def check_out(out: str | None) -> None:

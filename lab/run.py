@@ -2,13 +2,14 @@
 
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
 from hotswap.core.interfaces.workload import WorkItem
-from hotswap.lab.experiment import BASE, Experiment
+from hotswap.core.request import GREEDY_EPSILON
+from hotswap.lab.experiment import Experiment
 from hotswap.lab.interleave import ROUNDS, orders
 from hotswap.lab.journal import Journal
 from hotswap.lab.load import Load, Numbered, OpenLoop, Stretch, run_load
@@ -19,9 +20,9 @@ from hotswap.lab.records import BlockRecord, Pair
 from hotswap.lab.targets.target import Target
 
 NONCE_TOKENS = 8
+"""Tokens of a beginning that no earlier block had."""
 LEAST_REQUESTS = 4
 WARM_UP_REQUESTS = 8
-WHOLE_FAILURE = "every request of a block failed"
 
 
 @dataclass
@@ -36,19 +37,15 @@ class Arm:
 class Monitor(Protocol):
     """Follows an experiment, and knows when there is enough of it."""
 
-    def add(self, arm: str, pair: Pair) -> None: ...
-
-    def enough(self) -> str | None:
-        """Why the run may stop now; None where it may not. Asked when all is balanced."""
+    def tell(self, arm: str, pair: Pair, progress: float) -> str | None:
+        """A pair is done, and with it the share ``progress`` of the planned run; 1: no other quad will follow. Why the
+        run may stop, once it may."""
 
 
 class Patient:
     """A monitor that never has enough."""
 
-    def add(self, arm: str, pair: Pair) -> None:
-        """Nothing is followed."""
-
-    def enough(self) -> str | None:
+    def tell(self, arm: str, pair: Pair, progress: float) -> str | None:
         return None
 
 
@@ -86,8 +83,12 @@ class Run:
         self._items: Iterator[Numbered] = enumerate(items)
         self._load: Load = experiment.load.loop
         self._slo: Slo = experiment.limits
-        self.measured = Measured(pairs={arm.name: [] for arm in arms if arm.name != BASE})
+        self._base = experiment.against
+        self.measured = Measured(pairs={name: [] for name in experiment.compared})
+        self._greedy = float(experiment.sampling.get("temperature", 1.0)) < GREEDY_EPSILON
         self._positions = 0
+        self.share = 0.0
+        """Of the planned run, how much is done."""
 
     def run(self) -> Measured:
         """As far as it comes: an arm that dies, and a user who interrupts, end the run and lose nothing."""
@@ -122,23 +123,31 @@ class Run:
         return max(least, round(self._experiment.block.seconds / max(slowest, 1e-6)))
 
     def _rounds(self, size: int) -> str:
-        stop, begin = self._experiment.stop, self._now()
-        seconds = stop.minutes * 60
+        begin = self._now()
         for number, order in enumerate(orders([arm.name for arm in self._arms], self._experiment.seed)):
-            elapsed = self._now() - begin
-            if number % ROUNDS == 0 and number:
-                if stop.early and (why := self._monitor.enough()):
-                    return why
-                if stop.pairs is not None and number >= stop.pairs:
-                    return f"{number} pairs are in"
-                if elapsed + ROUNDS * elapsed / number > seconds:
-                    return "time is over"
-            whole = max(elapsed / seconds, number / stop.pairs if stop.pairs else 0.0)
-            self._progress(min(1.0, whole), f"pair {number + 1}")
-            self._round(number, order, list(islice(self._items, size)))
+            self._progress(self.share, f"pair {number + 1}")
+            pairs = self._round(number, order, list(islice(self._items, size)))
+            why = self._look_ahead(number + 1, self._now() - begin)
+            reasons = [self._monitor.tell(name, pair, self.share) for name, pair in pairs.items()]
+            if (number + 1) % ROUNDS == 0 and (reason := next(filter(None, [*reasons, why]), None)):
+                return reason
         raise AssertionError("rounds have no end")
 
-    def _round(self, number: int, order: Sequence[str], items: list[Numbered]) -> None:
+    def _look_ahead(self, number: int, elapsed: float) -> str | None:
+        """Bring ``share`` up to date. Why no other quad follows, if none does."""
+        experiment, seconds = self._experiment, self._experiment.minutes * 60
+        self.share = min(1.0, max(elapsed / seconds, number / experiment.pairs if experiment.pairs else 0.0))
+        if number % ROUNDS:
+            return None
+        if experiment.pairs is not None and number >= experiment.pairs:
+            self.share = 1.0
+            return f"{number} pairs are in"
+        if elapsed * (1 + ROUNDS / number) > seconds:
+            self.share = 1.0
+            return "time is over"
+        return None
+
+    def _round(self, number: int, order: Sequence[str], items: list[Numbered]) -> dict[str, Pair]:
         arms = {arm.name: arm for arm in self._arms}
         blocks: dict[str, BlockRecord] = {}
         for name in order:
@@ -149,9 +158,10 @@ class Run:
             self._check(arms[name], block.requests, f"in pair {number}")
         values = {name: values_of(block, self._slo) for name, block in blocks.items()}
         for name, pairs in self.measured.pairs.items():
-            pairs.append(Pair(values[BASE], values[name], order.index(BASE) < order.index(name)))
-            self._monitor.add(name, pairs[-1])
-            self.measured.divergences += divergences(blocks[BASE], blocks[name], self._text)
+            pairs.append(Pair(values[self._base], values[name], order.index(self._base) < order.index(name)))
+            if self._greedy:
+                self.measured.divergences += divergences(blocks[self._base], blocks[name], self._text)
+        return {name: pairs[-1] for name, pairs in self.measured.pairs.items()}
 
     def _block(self, arm: Arm, items: list[Numbered], number: int) -> BlockRecord:
         neighbours = Neighbours()
@@ -195,11 +205,3 @@ class Run:
         bad = failed(requests)
         if bad and len(bad) == len(requests):
             raise Dead(f"arm {arm.name!r} answered no request {when}: {bad[0].error}")
-
-
-def resolved(experiment: Experiment, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """The experiment as JSON, every default spelled out, secrets hidden."""
-    from hotswap.core.explain import redact
-
-    plain: dict[str, Any] = redact(experiment.model_dump(mode="json"))
-    return {**plain, "hashes": dict(hashes)}

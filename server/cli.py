@@ -9,7 +9,10 @@ import click
 from hotswap import __version__
 from hotswap.core.errors import ConfigError
 
-COMMANDS = {name: f"hotswap.server.commands.{name}" for name in ("serve", "generate", "config", "plugins")}
+COMMANDS = {
+    **{name: f"hotswap.server.commands.{name}" for name in ("serve", "generate", "config", "plugins")},
+    **{name: f"hotswap.lab.commands.{name}" for name in ("ab", "bench")},
+}
 
 
 class LazyGroup(click.Group):

@@ -1,0 +1,65 @@
+"""Starts the arms of a plan: engines of this process that share their weights, or servers."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from hotswap.core.config import ResolvedConfig, load_config
+from hotswap.core.engine.build import build_engine
+from hotswap.core.execution.worker import SharedModels
+from hotswap.lab.plan import ArmPlan, Plan
+from hotswap.lab.run import Arm
+from hotswap.lab.targets.engine import EngineTarget
+from hotswap.lab.targets.openai import OpenAITarget
+from hotswap.lab.targets.target import Target
+
+Starter = Callable[[ArmPlan], Target]
+
+
+@contextlib.contextmanager
+def started(plan: Plan, now: Callable[[], float], *, progress: bool = True) -> Iterator[list[Arm]]:
+    """The arms, ready to serve, until the end. ConfigError for what does not start."""
+    with contextlib.ExitStack() as stack:
+        shared = _Shared(plan, now, progress)
+        arms = []
+        for arm in plan.arms:
+            target = _server(arm, now) if arm.endpoint is not None else shared.start(arm)
+            stack.callback(target.close)
+            arms.append(Arm(arm.name, target, arm.endpoint.base if arm.endpoint is not None else arm.name))
+        yield arms
+
+
+def _server(arm: ArmPlan, now: Callable[[], float]) -> Target:
+    assert arm.endpoint is not None
+    target = OpenAITarget(arm.endpoint, now)
+    target.find_reset()
+    return target
+
+
+class _Shared:
+    """Engines of this process. Those whose config leaves the size of the cache open get as much as the base has."""
+
+    def __init__(self, plan: Plan, now: Callable[[], float], progress: bool) -> None:
+        self._sampling, self._now, self._progress = plan.experiment.sampling, now, progress
+        self._models = SharedModels(sum(arm.config is not None for arm in plan.arms))
+        self._kv_bytes: int | None = None
+
+    def start(self, arm: ArmPlan) -> Target:
+        assert arm.config is not None
+        resolved = arm.config
+        section = resolved.config.kvcache
+        if self._kv_bytes is not None and section.memory is None and section.num_blocks is None:
+            resolved = _with_memory(resolved, self._kv_bytes)
+        built = build_engine(resolved, progress=self._progress, models=self._models)
+        try:
+            target = EngineTarget(built, self._sampling, self._now)
+        except BaseException:
+            built.engine.stop()
+            raise
+        self._kv_bytes = self._kv_bytes or target.kv_bytes()
+        return target
+
+
+def _with_memory(resolved: ResolvedConfig, num_bytes: int) -> ResolvedConfig:
+    values = resolved.config.model_dump(mode="json", exclude_unset=True)
+    values["kvcache"] = {**values.get("kvcache", {}), "memory": num_bytes}
+    return load_config(values, environ={})

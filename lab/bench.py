@@ -1,0 +1,116 @@
+"""One arm alone: how fast is this, without anything to compare it with."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from tqdm import tqdm
+
+from hotswap.core.config import ResolvedConfig
+from hotswap.core.config.check import check_config
+from hotswap.core.engine.build import build_engine, open_model
+from hotswap.core.errors import ConfigError, HotswapError
+from hotswap.core.interfaces.component import ComponentRef
+from hotswap.core.interfaces.workload import Workload
+from hotswap.core.registry import Registry
+from hotswap.lab.load import Load, Numbered, run_load
+from hotswap.lab.metrics import METRICS, Slo, values_of
+from hotswap.lab.plan import check_sampling, check_workload, context_of, endless
+from hotswap.lab.processes import Neighbours
+from hotswap.lab.records import BlockRecord
+from hotswap.lab.targets.engine import EngineTarget
+from hotswap.lab.targets.openai import Endpoint, OpenAITarget
+from hotswap.lab.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Bench:
+    """``config``: an engine of ours, started here, or, where there is an ``endpoint``, the model that is served there.
+    ``requests`` are sent, or as many as fit into ``seconds``. ``warm_up`` requests before them do not count."""
+
+    config: ResolvedConfig | None
+    endpoint: Endpoint | None
+    workload: ComponentRef
+    load: Load
+    requests: int
+    seconds: float | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    slo: Slo = Slo({})
+    seed: int = 0
+    warm_up: int = 4
+
+    def run(self, now: Callable[[], float], say: Callable[[str], None], *, progress: bool = True) -> BlockRecord:
+        """ConfigError before anything is loaded for what cannot work."""
+        workload: Workload = Registry().build("workload", self.workload, "workload")
+        check_sampling(self.sampling, ours=self.endpoint is None)
+        configs = [] if self.config is None else [self.config]
+        for config in configs:
+            check_config(config.config, Registry())
+        context = context_of(self.seed, configs, [] if self.endpoint is None else [self.endpoint], progress)
+        check_workload(workload, context)
+        items = enumerate(endless(workload, context))
+        with closing(self._target(now, progress)) as target:
+            say(f"a request says: {dict(target.effective())}")
+            warm_up = run_load(target, list(islice(items, self.warm_up)), self.load, now, name="warm-up")
+            if target.problem() is not None or warm_up.records and all(record.error for record in warm_up.records):
+                raise BenchError(f"no request was answered while warming up: {warm_up.records[0].error}")
+            target.reset()
+            return self._measure(target, items, now, progress)
+
+    def _target(self, now: Callable[[], float], progress: bool) -> Target:
+        if self.endpoint is not None:
+            server = OpenAITarget(self._with_text(self.endpoint), now)
+            server.find_reset()
+            return server
+        if self.config is None:
+            raise ConfigError("give a config, or the address of a server with --url")
+        built = build_engine(self.config, progress=progress)
+        try:
+            return EngineTarget(built, self.sampling, now)
+        except BaseException:
+            built.engine.stop()
+            raise
+
+    def _with_text(self, endpoint: Endpoint) -> Endpoint:
+        """Chats are texts."""
+        if not endpoint.chat or self.config is None:
+            return endpoint
+        tokenizer = open_model(self.config.config, Registry(), progress=False).checkpoint.tokenizer()
+        return replace(endpoint, decode=lambda ids: tokenizer.decode(list(ids)))
+
+    def _measure(
+        self, target: Target, items: Iterator[Numbered], now: Callable[[], float], progress: bool,
+    ) -> BlockRecord:
+        chosen = items if self.seconds is not None else iter(list(islice(items, self.requests)))
+        total = None if self.seconds is not None else self.requests
+        neighbours = Neighbours()
+        with tqdm(total=total, desc="requests", unit="", disable=None if progress else True) as bar:
+            target.begin()
+            stretch = run_load(
+                target, chosen, self.load, now, name="bench", seed=self.seed, window=self.seconds,
+                on_ended=lambda count: bar.update(count - bar.n) and None)
+            activity = target.finish()
+        return BlockRecord(
+            "bench", 0, 0, stretch.wall, stretch.records, activity.cpu, activity.engine, tuple(activity.timeline),
+            neighbours.cores(stretch.wall))
+
+    def died(self, block: BlockRecord) -> bool:
+        """Whether it ended before its time."""
+        return self.seconds is None and len(block.requests) < self.requests
+
+
+class BenchError(HotswapError):
+    """There is nothing to measure."""
+
+
+def as_json(block: BlockRecord, slo: Slo) -> dict[str, Any]:
+    """All that was measured, and what it means."""
+    values = values_of(block, slo)
+    return {
+        "metrics": {
+            spec.name: {"value": values[spec.name], "unit": spec.unit, "formula": spec.formula}
+            for spec in METRICS if spec.name in values},
+        "block": asdict(block),
+    }

@@ -1,0 +1,75 @@
+"""``hotswap ab``: arms of one base against each other."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from hotswap.core.config.files import read_file
+from hotswap.core.errors import ConfigError
+from hotswap.lab.experiment import Experiment, load_experiment
+from hotswap.server.commands.options import log_to_stderr
+
+SHORT = {
+    "workload": {"use": "synthetic", "prompt": 64, "output": 16},
+    "load": {"concurrency": 4},
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+}
+"""What an experiment without a file is made of, beside its base and its arms; printed, and kept with the results."""
+
+
+@click.command("ab")
+@click.argument("source", metavar="EXPERIMENT|BASE|FOLDER", type=click.Path(path_type=Path))
+@click.option("--arm", "arms", multiple=True, metavar="KEY=VALUE",
+              help="SOURCE is a base config, and this an arm: what --set would change, several in one quoted text. "
+              "One arm is compared with the base as it is; of several, the others with the first.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="The folder for records and report.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="No longer than this.")
+@click.pass_context
+def command(ctx: click.Context, source: Path, arms: tuple[str, ...], out: Path | None, minutes: float | None) -> None:
+    """Run an experiment: arms take turns at the same requests, and each metric gets a verdict.
+
+    A FOLDER is run file by file. Exit code 1 where a run ended before its time.
+    """
+    log_to_stderr()
+    changes: dict[str, Any] = {} if minutes is None else {"minutes": minutes}
+    if arms and source.is_dir():
+        raise click.UsageError("--arm needs a base config, and this is a folder.")
+    files = sorted(source.glob("*.yaml")) if source.is_dir() else [source]
+    if not files:
+        raise ConfigError(f"there is no experiment (*.yaml) in {source}")
+    partial = False
+    for file in files:
+        folder = out / file.stem if out is not None and source.is_dir() else out
+        values = short(file, arms) if arms else read_file(file)
+        given = {**values, **changes, **({} if folder is None else {"out": str(folder)})}
+        partial |= _run(load_experiment(given, file.parent), given)
+    if partial:
+        ctx.exit(1)
+
+
+def short(base: Path, arms: tuple[str, ...]) -> dict[str, Any]:
+    """An experiment that needs no file."""
+    named: dict[str, dict[str, Any]] = {}
+    for text in arms:
+        changes = {}
+        for change in shlex.split(text):
+            key, equals, value = change.partition("=")
+            if not equals:
+                raise ConfigError(f"{change!r} should be KEY=VALUE, such as scheduler=continuous", "--arm")
+            changes[key] = yaml.safe_load(value)
+        named["+".join(shlex.split(text)).replace("/", ":")] = changes
+    if len(named) < len(arms):
+        raise ConfigError("an arm is given twice", "--arm")
+    against = {"against": next(iter(named))} if len(named) > 1 else {}
+    return {"base": base.name, "arms": named, **against, **SHORT}
+
+
+def _run(experiment: Experiment, given: dict[str, Any]) -> bool:
+    """Whether it ended before its time."""
+    from hotswap.lab.conduct import conduct
+
+    click.echo(yaml.safe_dump(given, sort_keys=False), err=True)
+    return conduct(experiment, click.echo).partial

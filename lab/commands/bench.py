@@ -1,0 +1,109 @@
+"""``hotswap bench``: one engine or server under load."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hotswap.core.config import load_config
+from hotswap.core.config.files import ParseError, parse_yaml
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import ComponentRef
+from hotswap.server.commands.options import log_to_stderr
+
+_ASSIGNMENT = "KEY=VALUE"
+
+
+@click.command("bench")
+@click.argument("config", metavar="[CONFIG]", required=False)
+@click.option("--set", "sets", multiple=True, metavar=_ASSIGNMENT, help="Set one value of CONFIG.")
+@click.option("--url", help="A server with OpenAI's routes. CONFIG, if given, then only names its model's tokenizer.")
+@click.option("--model", help="As the server calls it; by default none is named.")
+@click.option("--chat", is_flag=True, help="Send the prompts as text to /v1/chat/completions; needs CONFIG.")
+@click.option("--workload", default="synthetic", show_default=True, metavar="NAME", help="The workload component.")
+@click.option("--option", "options", multiple=True, metavar=_ASSIGNMENT, help="One of the workload's options.")
+@click.option("--requests", type=click.IntRange(min=1), default=64, show_default=True, help="How many.")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="A window of time instead of a number.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Requests in flight: a closed loop. By default 8.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests a second: an open loop.")
+@click.option("--arrivals", type=click.Choice(["poisson", "constant", "bursty", "workload"]), help="Of an open loop.")
+@click.option("--sampling", multiple=True, metavar=_ASSIGNMENT, help="A field of every request. No other is sent.")
+@click.option("--slo", "slos", multiple=True, metavar="LATENCY=TIME", help="As in ttft=500ms: for goodput.")
+@click.option("--warm-up", type=click.IntRange(min=0), default=4, show_default=True, help="Requests not counted.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the workload and the arrivals.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write everything measured there, as JSON.")
+@click.pass_context
+def command(ctx: click.Context, /, output: Path | None, **given: Any) -> None:
+    """Put load on the engine that CONFIG describes, or on the server at --url, and tell how it fared.
+
+    Exit code 1 where it ended before its time, or a request failed.
+    """
+    log_to_stderr()
+    bench = _bench(given)
+    if output is not None:
+        _writable(output)
+    from hotswap.core.engine.clock import SystemClock
+    from hotswap.lab.bench import BenchError, as_json
+    from hotswap.lab.environment import environment
+    from hotswap.lab.metrics import failed
+    from hotswap.lab.summary import describe
+
+    try:
+        block = bench.run(SystemClock().now, lambda words: click.echo(words, err=True))
+    except BenchError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(describe([block], bench.slo))
+    if output is not None:
+        told = {"settings": {**given, "output": str(output)}, "environment": environment(), **as_json(block, bench.slo)}
+        output.write_text(json.dumps(told, default=str), "utf-8")
+    if bench.died(block):
+        click.echo("hotswap: it ended before all requests were sent", err=True)
+    if bench.died(block) or failed(block.requests):
+        ctx.exit(1)
+
+
+def _bench(given: dict[str, Any]) -> Any:
+    from hotswap.lab.bench import Bench
+    from hotswap.lab.experiment import load_part
+    from hotswap.lab.targets.openai import Endpoint
+
+    load, slo = load_part({
+        "load": {key: given[key] for key in ("concurrency", "rate", "arrivals") if given[key] is not None},
+        "slo": _assignments("--slo", given["slos"], plain=True)})
+    config = load_config(given["config"], given["sets"]) if given["config"] else None
+    sampling = _assignments("--sampling", given["sampling"])
+    endpoint = None
+    if given["url"] is not None:
+        endpoint = Endpoint(given["url"], given["model"], sampling, chat=given["chat"])
+    elif config is None:
+        raise click.UsageError("give CONFIG or --url.")
+    elif given["model"] or given["chat"]:
+        raise click.UsageError("--model and --chat are for servers, which --url names.")
+    if given["chat"] and config is None:
+        raise click.UsageError("--chat needs CONFIG, whose tokenizer makes text of tokens.")
+    workload = ComponentRef(use=given["workload"], **_assignments("--option", given["options"]))
+    return Bench(
+        config, endpoint, workload, load, given["requests"], given["seconds"], sampling, slo, given["seed"],
+        given["warm_up"])
+
+
+def _assignments(option: str, texts: tuple[str, ...], plain: bool = False) -> dict[str, Any]:
+    values = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"{text!r} should be {_ASSIGNMENT}", option)
+        try:
+            values[key] = value if plain else parse_yaml(value)
+        except ParseError as error:
+            raise ConfigError(f"{text!r}: the value is no YAML ({error})", option) from error
+    return values
+
+
+def _writable(output: Path) -> None:
+    try:
+        with output.open("a", encoding="utf-8"):
+            """It can be written."""
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror or error}", "--output") from error
