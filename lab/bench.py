@@ -10,16 +10,17 @@ from tqdm import tqdm
 
 from hotswap.core.config import ResolvedConfig
 from hotswap.core.config.check import check_config
-from hotswap.core.engine.build import build_engine, open_model
+from hotswap.core.engine.build import build_engine
 from hotswap.core.errors import ConfigError, HotswapError
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.workload import Workload
+from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.core.registry import Registry
 from hotswap.lab.load import Load, Numbered, run_load
 from hotswap.lab.metrics import METRICS, Slo, values_of
-from hotswap.lab.plan import check_sampling, check_workload, context_of, endless
 from hotswap.lab.processes import Neighbours
 from hotswap.lab.records import BlockRecord
+from hotswap.lab.requests import check_sampling, check_workload, context_of, endless
 from hotswap.lab.targets.engine import EngineTarget
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
 from hotswap.lab.targets.target import Target
@@ -48,10 +49,10 @@ class Bench:
         configs = [] if self.config is None else [self.config]
         for config in configs:
             check_config(config.config, Registry())
-        context = context_of(self.seed, configs, [] if self.endpoint is None else [self.endpoint], progress)
+        context, tokenizer = context_of(self.seed, configs, [] if self.endpoint is None else [self.endpoint], progress)
         check_workload(workload, context)
         items = enumerate(endless(workload, context))
-        with closing(self._target(now, progress)) as target:
+        with closing(self._target(tokenizer, now, progress)) as target:
             say(f"a request says: {dict(target.effective())}")
             warm_up = run_load(target, list(islice(items, self.warm_up)), self.load, now, name="warm-up")
             if target.problem() is not None or warm_up.records and all(record.error for record in warm_up.records):
@@ -59,9 +60,10 @@ class Bench:
             target.reset()
             return self._measure(target, items, now, progress)
 
-    def _target(self, now: Callable[[], float], progress: bool) -> Target:
+    def _target(self, tokenizer: Tokenizer | None, now: Callable[[], float], progress: bool) -> Target:
         if self.endpoint is not None:
-            server = OpenAITarget(self._with_text(self.endpoint), now)
+            decode = None if tokenizer is None else lambda ids: tokenizer.decode(list(ids))
+            server = OpenAITarget(replace(self.endpoint, decode=decode), now)
             server.find_reset()
             return server
         if self.config is None:
@@ -72,13 +74,6 @@ class Bench:
         except BaseException:
             built.engine.stop()
             raise
-
-    def _with_text(self, endpoint: Endpoint) -> Endpoint:
-        """Chats are texts."""
-        if not endpoint.chat or self.config is None:
-            return endpoint
-        tokenizer = open_model(self.config.config, Registry(), progress=False).checkpoint.tokenizer()
-        return replace(endpoint, decode=lambda ids: tokenizer.decode(list(ids)))
 
     def _measure(
         self, target: Target, items: Iterator[Numbered], now: Callable[[], float], progress: bool,

@@ -1,7 +1,10 @@
 """An experiment from its file to its report."""
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -11,9 +14,11 @@ from hotswap.lab.arms import started
 from hotswap.lab.environment import environment
 from hotswap.lab.experiment import Experiment
 from hotswap.lab.journal import FILE, Journal
+from hotswap.lab.metrics import spec_of
 from hotswap.lab.plan import Plan, make_plan
 from hotswap.lab.records import Result
 from hotswap.lab.run import Arm, Measured, Run
+from hotswap.lab.statistics import Monitor
 from hotswap.lab.summary import describe
 
 BAR = "{desc:24.24} {percentage:3.0f}%|{bar}| {remaining} left"
@@ -23,21 +28,44 @@ def conduct(experiment: Experiment, say: Callable[[str], None], *, progress: boo
     """Plan, start, measure, judge, report. ConfigError before anything is loaded for whatever cannot work."""
     plan = make_plan(experiment, progress=progress)
     now = SystemClock().now
-    told = {**redact(experiment.model_dump(mode="json")), "hashes": {arm.name: arm.hash() for arm in plan.arms}}
-    machine = environment()
-    path = None if experiment.out is None else Path(experiment.out) / FILE
-    with Journal(path) as journal:
+    told, machine = description(plan), environment()
+    folder = None if experiment.out is None else Path(experiment.out)
+    specs = [spec_of(name) for name in experiment.metrics]
+    monitor = Monitor(experiment.compared, specs, experiment.statistics)
+    with Journal(None if folder is None else folder / FILE) as journal:
         journal.header(told, machine)
-        with started(plan, now, progress=progress) as arms:
+        with started(plan, now, progress=progress) as arms, _settled():
             for note in (*plan.notes, *_bodies(arms)):
                 say(note)
-            measured = _measure(plan, arms, now, journal, progress)
-    for name in (experiment.against, *experiment.compared):
-        blocks = [block for block in measured.blocks if block.arm == name]
-        if blocks:
+            measured, share = _measure(plan, arms, now, journal, monitor, progress)
+    configs = {arm.name: arm.told() for arm in plan.arms}
+    result = Result(
+        told, machine, specs, measured.blocks, monitor.finish(share), measured.stopped, measured.partial,
+        measured.divergences, configs, measured.pairs, monitor.looks)
+    for name in configs:
+        if blocks := [block for block in measured.blocks if block.arm == name]:
             say(f"\n{name}\n{describe(blocks, experiment.limits)}")
+    for found in result.comparisons:
+        say(f"{found.arm} {found.metric}: {found.effect:+.2%} [{found.low:+.2%}, {found.high:+.2%}] {found.outcome}")
     say(f"\nended: {measured.stopped}{' (PARTIAL)' if measured.partial else ''}")
-    return Result(told, machine, (), measured.blocks, (), measured.stopped, measured.partial, measured.divergences)
+    return result
+
+
+@contextlib.contextmanager
+def _settled() -> Iterator[None]:
+    """What is loaded lives as long as the run: between two blocks the collector need not look at it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def description(plan: Plan) -> dict[str, Any]:
+    """The experiment with every default spelled out, and which config each arm had; secrets hidden."""
+    plain: dict[str, Any] = redact(plan.experiment.model_dump(mode="json"))
+    return {**plain, "hashes": {arm.name: arm.hash() for arm in plan.arms}}
 
 
 def _bodies(arms: list[Arm]) -> list[str]:
@@ -47,7 +75,10 @@ def _bodies(arms: list[Arm]) -> list[str]:
     return [f"a request to {name} says: {body}" for body, name in reversed(distinct.items())]
 
 
-def _measure(plan: Plan, arms: list[Arm], now: Callable[[], float], journal: Journal, progress: bool) -> Measured:
+def _measure(
+    plan: Plan, arms: list[Arm], now: Callable[[], float], journal: Journal, monitor: Monitor, progress: bool,
+) -> tuple[Measured, float]:
+    """What was measured, and the share of the planned run that it is."""
     bar = tqdm(total=1.0, disable=None if progress else True, bar_format=BAR, desc="starting")
 
     def show(done: float, words: str) -> None:
@@ -55,5 +86,5 @@ def _measure(plan: Plan, arms: list[Arm], now: Callable[[], float], journal: Jou
         bar.update(done - bar.n)
 
     with bar:
-        run = Run(plan.experiment, arms, plan.items(), now, journal, progress=show)
-        return run.run()
+        run = Run(plan.experiment, arms, plan.items(), now, journal, monitor, show, plan.text)
+        return run.run(), run.share

@@ -10,90 +10,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BeforeValidator,
     Field,
     ValidationError,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
 from hotswap.core.config.files import read_file
 from hotswap.core.config.schema import Count, Section
-from hotswap.core.explain import explain, nearest, raise_problems
+from hotswap.core.explain import explain, raise_problems
 from hotswap.core.interfaces.component import ComponentRef
-from hotswap.lab.load import ClosedLoop, Load, OpenLoop
-from hotswap.lab.metrics import COMPARED, LATENCIES, METRICS, Slo
+from hotswap.lab.metrics import COMPARED, METRICS, Slo
+from hotswap.lab.settings import LoadSection, Positive, Slos, known
+from hotswap.lab.statistics.settings import Settings
 
 BASE = "base"
 """The name of the base config as it is, where no arm is called so."""
 
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z%]*)")
 _ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=:-]*")
-
-
-def parse_seconds(value: object) -> object:
-    """``"500ms"``, ``"2 s"``, ``"1.5min"`` in seconds. ValueError for what has no unit, or an unknown one."""
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2] not in _SECONDS:
-        raise ValueError(f"should be a duration with its unit ({', '.join(_SECONDS)}), such as '500ms', not {value!r}.")
-    return float(match[1]) * _SECONDS[match[2]]
-
-
-Duration = Annotated[
-    float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_seconds),
-    WithJsonSchema({"type": "string", "description": "A number with a unit: '500ms', '2s', '1.5min'."})]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
-
-
-def _known(name: str, names: Any) -> str:
-    if name not in names:
-        near = nearest(name, names)
-        hint = f" Did you mean '{near}'?" if near else ""
-        raise ValueError(f"there is no {name!r}.{hint} There are {', '.join(names)}.")
-    return name
-
-
-def _known_latencies(slo: dict[str, float]) -> dict[str, float]:
-    return {_known(name, LATENCIES): most for name, most in slo.items()}
-
-
-Slos = Annotated[dict[str, Duration], AfterValidator(_known_latencies)]
-
-
-class LoadSection(Section):
-    """Closed: ``concurrency`` requests are kept in flight. Open: ``rate`` requests a second, or the workload's own
-    times. By default closed, with 8."""
-
-    concurrency: Count | None = None
-    rate: Positive | None = None
-    """Requests a second."""
-    arrivals: Literal["poisson", "constant", "bursty", "workload"] = "poisson"
-    """Of an open loop; workload: at the items' own times."""
-    burstiness: Positive = 0.25
-    """Shape of the gamma distribution of gaps when bursty: 1 is Poisson, less is burstier."""
-    limit: Count | None = None
-    """Of an open loop: most requests under way; who waits for that at the client is charged for it."""
-
-    @model_validator(mode="after")
-    def _one_loop(self) -> "LoadSection":
-        own_times = self.arrivals == "workload"
-        if self.concurrency is not None and (self.rate is not None or own_times or self.limit is not None):
-            raise ValueError("'concurrency' makes a closed loop, 'rate', 'limit' and the workload's own times an open "
-                             "one; keep one of them.")
-        if own_times and self.rate is not None:
-            raise ValueError("the workload's own times know no 'rate'; leave it out.")
-        if self.concurrency is None and self.rate is None and "arrivals" in self.model_fields_set and not own_times:
-            raise ValueError(f"{self.arrivals} arrivals need a 'rate'.")
-        return self
-
-    @property
-    def loop(self) -> Load:
-        if self.rate is None and self.arrivals != "workload":
-            return ClosedLoop(self.concurrency or 8)
-        return OpenLoop(self.rate or 1.0, self.arrivals, self.burstiness, self.limit)
 
 
 class BlockSection(Section):
@@ -109,6 +43,8 @@ class BlockSection(Section):
 class Experiment(Section):
     """The whole file."""
 
+    name: str | None = None
+    """The title of the report."""
     base: str | dict[str, Any] | None = None
     """A config file, relative to this one, or a config. Not needed where every arm is a URL."""
     arms: dict[str, dict[str, Any]]
@@ -125,6 +61,8 @@ class Experiment(Section):
     """Fields that every request has. What is not said is not sent."""
     metrics: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(COMPARED))
     """What is compared. Each more costs all of them some certainty."""
+    statistics: Settings = Settings()
+    """How it is judged, and when there is enough."""
     minutes: Positive = 10.0
     """The run takes no longer than this, loading and warming up aside."""
     pairs: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
@@ -155,7 +93,7 @@ class Experiment(Section):
     @field_validator("metrics")
     @classmethod
     def _known_metrics(cls, names: list[str]) -> list[str]:
-        return [_known(name, [spec.name for spec in METRICS]) for name in dict.fromkeys(names)]
+        return [known(name, [spec.name for spec in METRICS]) for name in dict.fromkeys(names)]
 
     @model_validator(mode="after")
     def _something_to_compare(self) -> "Experiment":
@@ -163,6 +101,8 @@ class Experiment(Section):
             raise ValueError("'base' is required where an arm is no URL: the config that arms are changes of.")
         if self.against not in self.arms and (self.against != BASE or self.base is None):
             raise ValueError(f"'against' names no arm; there are {', '.join(self.arms)}.")
+        for name in (*self.statistics.decide, *self.statistics.margins):
+            known(name, self.metrics)
         if not self.compared:
             raise ValueError(f"there is nothing but {self.against!r}; give an arm to compare with it.")
         return self
@@ -193,24 +133,9 @@ def load_experiment(source: str | Path | Mapping[str, Any], folder: Path = Path(
         raise
 
 
-class _Part(Section):
-    load: LoadSection = LoadSection()
-    slo: Slos = Field(default_factory=dict)
-
-
-def load_part(values: Mapping[str, Any]) -> tuple[Load, Slo]:
-    """The ``load`` and ``slo`` of an experiment alone. ConfigError as above."""
-    try:
-        part = _Part.model_validate(dict(values))
-    except ValidationError as error:
-        raise_problems(explain(error, _Part))
-        raise
-    return part.load.loop, Slo(part.slo)
-
-
 def _known_keys() -> dict[str, str]:
     """What somebody may type at the top -> the path that is meant."""
     keys = {name: name for name in Experiment.model_fields}
-    for section, model in (("load", LoadSection), ("block", BlockSection)):
+    for section, model in (("load", LoadSection), ("block", BlockSection), ("statistics", Settings)):
         keys |= {inner: f"{section}.{inner}" for inner in model.model_fields}
     return keys

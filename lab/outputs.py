@@ -18,7 +18,7 @@ def divergences(base: BlockRecord, arm: BlockRecord, text: Callable[[int], str])
         place = first_difference(expected, found)
         tokens = {"base": _at(expected, place), "arm": _at(found, place)}
         yield {
-            "arm": arm.arm, "pair": arm.pair, "request": record.index, "position": place,
+            "arm": arm.arm, "pair": arm.pair, "index": record.index, "position": place,
             **{f"{who}_token": token for who, token in tokens.items()},
             **{f"{who}_text": None if token is None else text(token) for who, token in tokens.items()}}
 

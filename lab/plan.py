@@ -4,35 +4,23 @@ model is loaded."""
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hotswap.core.config import ResolvedConfig, load_config
 from hotswap.core.config.check import check_config
-from hotswap.core.engine.build import open_model
-from hotswap.core.errors import ConfigError, RequestError
+from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, nearest, problems_of, raise_problems
 from hotswap.core.interfaces.workload import WorkItem, Workload, WorkloadContext
+from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.core.registry import Registry
 from hotswap.lab.experiment import Experiment
-from hotswap.lab.targets.openai import Endpoint, OpenAITarget
-from hotswap.server.frontend import sampling_of
-from hotswap.server.templates.chat import ChatTemplate
+from hotswap.lab.requests import check_sampling, check_workload, context_of, endless
+from hotswap.lab.targets.openai import Endpoint
 
-CHECKED_ITEMS = 1000
-"""So many requests of a workload are looked at before anything is loaded."""
-_NOT_FOR_SAMPLING = {
-    "max_tokens": "the workload says how long answers are", "n": "a request is measured as one answer",
-    "stream": "answers are always streamed", "prompt": "it comes from the workload",
-}
 _URL_KEYS = ("url", "model", "api_key", "token_ids")
-FOREIGN_VOCABULARY = 1000
-"""Ids below this are words or parts of words in every vocabulary that we know of."""
-FOREIGN_LENGTH = 2048
-"""The context of a server that does not tell."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +31,16 @@ class ArmPlan:
     config: ResolvedConfig | None = None
     endpoint: Endpoint | None = None
 
+    def told(self) -> dict[str, Any]:
+        """The effective config, or which server it is; secrets hidden."""
+        if self.config is not None:
+            return self.config.effective()
+        assert self.endpoint is not None
+        return {"url": self.endpoint.url, "model": self.endpoint.model}
+
     def hash(self) -> str:
         """The same for the same effective config, or the same server."""
-        if self.config is not None:
-            told: Any = self.config.effective()
-        else:
-            told = [self.endpoint.url, self.endpoint.model] if self.endpoint else None
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.told(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -60,24 +51,16 @@ class Plan:
     arms: Sequence[ArmPlan]
     workload: Workload
     context: WorkloadContext
+    tokenizer: Tokenizer | None = None
     separate: bool = False
     notes: list[str] = field(default_factory=list)
 
     def items(self) -> Iterator[WorkItem]:
         return endless(self.workload, self.context)
 
-
-def endless(workload: Workload, context: WorkloadContext) -> Iterator[WorkItem]:
-    """The workload's requests, for ever: one that ends begins again with the next seed."""
-    seed, count = context.seed, 0
-    while True:
-        first = count
-        for item in workload.items(replace(context, seed=seed)):
-            count += 1
-            yield item if item.after is None else replace(item, after=item.after + first)
-        if count == first:
-            raise ConfigError("it has no requests", "workload")
-        seed += 1
+    def text(self, token: int) -> str:
+        """A token as people read it."""
+        return str(token) if self.tokenizer is None else self.tokenizer.decode([token], False)
 
 
 def make_plan(experiment: Experiment, *, progress: bool = True) -> Plan:
@@ -96,9 +79,9 @@ def make_plan(experiment: Experiment, *, progress: bool = True) -> Plan:
     separate = _separate(experiment, configs, notes)
     known = [*configs.values()] or ([] if base is None else [base])
     endpoints = [arm.endpoint for arm in arms if arm.endpoint is not None]
-    context = context_of(experiment.seed, known, endpoints, progress)
+    context, tokenizer = context_of(experiment.seed, known, endpoints, progress)
     check_workload(workload, context)
-    plan = Plan(experiment, arms, workload, context, separate, notes)
+    plan = Plan(experiment, arms, workload, context, tokenizer, separate, notes)
     check_out(experiment.out)
     return plan
 
@@ -170,18 +153,6 @@ def _model(model: tuple[str, str | None]) -> str:
     return model[0] if model[1] is None else f"{model[0]} at {model[1]}"
 
 
-def check_sampling(fields: Mapping[str, Any], ours: bool) -> None:
-    """``ours``: an engine of ours gets them. Other servers may know more fields, and judge them themselves."""
-    for name, why in _NOT_FOR_SAMPLING.items():
-        if name in fields:
-            raise ConfigError(f"{why}; leave it out", join("sampling", name))
-    if ours:
-        try:
-            sampling_of(fields)
-        except RequestError as error:
-            raise ConfigError(str(error), "sampling") from error
-
-
 def _separate(experiment: Experiment, configs: Mapping[str, ResolvedConfig], notes: list[str]) -> bool:
     why = _apart(configs)
     if experiment.processes == "separate" or why is None:
@@ -204,48 +175,6 @@ def _apart(configs: Mapping[str, ResolvedConfig]) -> str | None:
         if first is not None and config.model != first.config.model:
             return f"{name!r} has other options of the model than {first_name!r}"
     return None
-
-
-def context_of(
-    seed: int, configs: Iterable[ResolvedConfig], endpoints: Iterable[Endpoint], progress: bool,
-) -> WorkloadContext:
-    """What a workload may know: of our model, or of a foreign one as far as its server tells."""
-    told = [OpenAITarget(endpoint, lambda: 0.0).probe() for endpoint in endpoints]
-    lengths = [int(entry["max_model_len"]) for entry in told if entry.get("max_model_len")]
-    opened = [open_model(one.config, Registry(), progress=progress) for one in configs]
-    if not opened:
-        return foreign_context(seed, min(lengths, default=FOREIGN_LENGTH))
-    checkpoint, vocab_size = opened[0].checkpoint, opened[0].facts.vocab_size
-    length = min([one.max_model_len for one in opened] + lengths)
-    tokenizer, template = checkpoint.tokenizer(), checkpoint.chat_template
-    if template is None:
-        return WorkloadContext(seed, vocab_size, length, tokenizer.encode)
-    chat = ChatTemplate(template, tokenizer)
-
-    def encode_chat(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return chat.encode(
-            messages, add_generation_prompt=True, continue_final_message=False, variables=None,
-            check_length=lambda text: None)
-
-    return WorkloadContext(seed, vocab_size, length, tokenizer.encode, encode_chat)
-
-
-def foreign_context(seed: int, max_model_len: int, vocab_size: int = FOREIGN_VOCABULARY) -> WorkloadContext:
-    """Of a server whose tokenizer we do not have."""
-    def encode(text: str) -> list[int]:
-        raise ConfigError(
-            "it has texts, and there is no tokenizer to make tokens of them; give a base config with the model that "
-            "the server has", "workload")
-    return WorkloadContext(seed, vocab_size, max_model_len, encode)
-
-
-def check_workload(workload: Workload, context: WorkloadContext) -> None:
-    """The first requests fit into the shortest context."""
-    for index, item in enumerate(islice(endless(workload, context), CHECKED_ITEMS)):
-        if not item.prompt or len(item.prompt) + item.max_tokens > context.max_model_len:
-            raise ConfigError(
-                f"request {index} has {len(item.prompt)} tokens and asks for {item.max_tokens}, but the context of the "
-                f"shortest arm holds {context.max_model_len}; make it shorter, or raise max_model_len", "workload")
 
 
 def check_out(out: str | None) -> None:

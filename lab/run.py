@@ -37,15 +37,20 @@ class Arm:
 class Monitor(Protocol):
     """Follows an experiment, and knows when there is enough of it."""
 
-    def tell(self, arm: str, pair: Pair, progress: float) -> str | None:
-        """A pair is done, and with it the share ``progress`` of the planned run; 1: no other quad will follow. Why the
-        run may stop, once it may."""
+    def add(self, arm: str, pair: Pair) -> None: ...
+
+    def enough(self, progress: float) -> str | None:
+        """Why the run may stop; None: go on. ``progress``: the share of the planned run that is over; at 1 no other
+        quad follows."""
 
 
 class Patient:
     """A monitor that never has enough."""
 
-    def tell(self, arm: str, pair: Pair, progress: float) -> str | None:
+    def add(self, arm: str, pair: Pair) -> None:
+        """Nothing is followed."""
+
+    def enough(self, progress: float) -> str | None:
         return None
 
 
@@ -126,28 +131,26 @@ class Run:
         begin = self._now()
         for number, order in enumerate(orders([arm.name for arm in self._arms], self._experiment.seed)):
             self._progress(self.share, f"pair {number + 1}")
-            pairs = self._round(number, order, list(islice(self._items, size)))
-            why = self._look_ahead(number + 1, self._now() - begin)
-            reasons = [self._monitor.tell(name, pair, self.share) for name, pair in pairs.items()]
-            if (number + 1) % ROUNDS == 0 and (reason := next(filter(None, [*reasons, why]), None)):
-                return reason
+            self._round(number, order, list(islice(self._items, size)))
+            if (number + 1) % ROUNDS == 0:
+                end = self._look_ahead(number + 1, self._now() - begin)
+                if (why := self._monitor.enough(self.share) or end) is not None:
+                    return why
         raise AssertionError("rounds have no end")
 
-    def _look_ahead(self, number: int, elapsed: float) -> str | None:
+    def _look_ahead(self, pairs: int, elapsed: float) -> str | None:
         """Bring ``share`` up to date. Why no other quad follows, if none does."""
         experiment, seconds = self._experiment, self._experiment.minutes * 60
-        self.share = min(1.0, max(elapsed / seconds, number / experiment.pairs if experiment.pairs else 0.0))
-        if number % ROUNDS:
-            return None
-        if experiment.pairs is not None and number >= experiment.pairs:
+        self.share = min(1.0, max(elapsed / seconds, pairs / experiment.pairs if experiment.pairs else 0.0))
+        if experiment.pairs is not None and pairs >= experiment.pairs:
             self.share = 1.0
-            return f"{number} pairs are in"
-        if elapsed * (1 + ROUNDS / number) > seconds:
+            return f"{pairs} pairs are in"
+        if elapsed * (1 + ROUNDS / pairs) > seconds:
             self.share = 1.0
             return "time is over"
         return None
 
-    def _round(self, number: int, order: Sequence[str], items: list[Numbered]) -> dict[str, Pair]:
+    def _round(self, number: int, order: Sequence[str], items: list[Numbered]) -> None:
         arms = {arm.name: arm for arm in self._arms}
         blocks: dict[str, BlockRecord] = {}
         for name in order:
@@ -159,9 +162,9 @@ class Run:
         values = {name: values_of(block, self._slo) for name, block in blocks.items()}
         for name, pairs in self.measured.pairs.items():
             pairs.append(Pair(values[self._base], values[name], order.index(self._base) < order.index(name)))
+            self._monitor.add(name, pairs[-1])
             if self._greedy:
                 self.measured.divergences += divergences(blocks[self._base], blocks[name], self._text)
-        return {name: pairs[-1] for name, pairs in self.measured.pairs.items()}
 
     def _block(self, arm: Arm, items: list[Numbered], number: int) -> BlockRecord:
         neighbours = Neighbours()
@@ -188,16 +191,18 @@ class Run:
         return random.Random(f"{self._experiment.seed} {name}").getrandbits(32)
 
     def _fresh(self, arm: Arm, items: list[Numbered], name: str) -> list[Numbered]:
-        """The same requests behind a beginning that the server has never seen, since its cache cannot be emptied: they
-        share with one another what they shared, and nothing with blocks before. Arms that are one server get different
-        beginnings, others the same."""
+        """The same requests, each behind a beginning that the server has never seen, since its cache cannot be emptied.
+        Those that begin alike still do, and share with one another what they shared. Arms that are one server get
+        different beginnings, others the same."""
         alike = [other.name for other in self._arms if other.origin == arm.origin]
-        draw = random.Random(f"{self._experiment.seed} {name} {alike.index(arm.name)}")
+        salt = f"{self._experiment.seed} {name} {alike.index(arm.name)}"
         pool = sorted({token for _, item in items for token in item.prompt})
-        nonce = tuple(draw.choices(pool, k=NONCE_TOKENS))
-        return [
-            (index, replace(item, prompt=(nonce[:len(item.prompt)] + item.prompt[NONCE_TOKENS:])))
-            for index, item in items]
+
+        def renewed(prompt: tuple[int, ...]) -> tuple[int, ...]:
+            head = prompt[:NONCE_TOKENS]
+            return (*random.Random(f"{salt} {head}").choices(pool, k=len(head)), *prompt[NONCE_TOKENS:])
+
+        return [(index, replace(item, prompt=renewed(item.prompt))) for index, item in items]
 
     def _check(self, arm: Arm, requests: Sequence[Any], when: str) -> None:
         if (problem := arm.target.problem()) is not None:

@@ -1,6 +1,7 @@
 """``hotswap ab``: arms of one base against each other."""
 
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import yaml
 
 from hotswap.core.config.files import read_file
 from hotswap.core.errors import ConfigError
-from hotswap.lab.experiment import Experiment, load_experiment
+from hotswap.core.explain import redact
 from hotswap.server.commands.options import log_to_stderr
 
 SHORT = {
@@ -33,6 +34,7 @@ def command(ctx: click.Context, source: Path, arms: tuple[str, ...], out: Path |
 
     A FOLDER is run file by file. Exit code 1 where a run ended before its time.
     """
+    needs_extra()
     log_to_stderr()
     changes: dict[str, Any] = {} if minutes is None else {"minutes": minutes}
     if arms and source.is_dir():
@@ -45,9 +47,15 @@ def command(ctx: click.Context, source: Path, arms: tuple[str, ...], out: Path |
         folder = out / file.stem if out is not None and source.is_dir() else out
         values = short(file, arms) if arms else read_file(file)
         given = {**values, **changes, **({} if folder is None else {"out": str(folder)})}
-        partial |= _run(load_experiment(given, file.parent), given)
+        partial |= _run(given, file.parent)
     if partial:
         ctx.exit(1)
+
+
+def needs_extra() -> None:
+    """ConfigError where what judges an experiment is not installed, before anything is measured."""
+    if find_spec("scipy") is None:
+        raise ConfigError("hotswap ab needs scipy, which the extra 'lab' brings: pip install 'hotswap[lab]'")
 
 
 def short(base: Path, arms: tuple[str, ...]) -> dict[str, Any]:
@@ -67,9 +75,11 @@ def short(base: Path, arms: tuple[str, ...]) -> dict[str, Any]:
     return {"base": base.name, "arms": named, **against, **SHORT}
 
 
-def _run(experiment: Experiment, given: dict[str, Any]) -> bool:
+def _run(given: dict[str, Any], folder: Path) -> bool:
     """Whether it ended before its time."""
     from hotswap.lab.conduct import conduct
+    from hotswap.lab.experiment import load_experiment
 
-    click.echo(yaml.safe_dump(given, sort_keys=False), err=True)
+    experiment = load_experiment(given, folder)
+    click.echo(yaml.safe_dump(redact(given), sort_keys=False), err=True)
     return conduct(experiment, click.echo).partial

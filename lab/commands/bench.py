@@ -65,7 +65,7 @@ def command(ctx: click.Context, /, output: Path | None, **given: Any) -> None:
 
 def _bench(given: dict[str, Any]) -> Any:
     from hotswap.lab.bench import Bench
-    from hotswap.lab.experiment import load_part
+    from hotswap.lab.settings import load_part
     from hotswap.lab.targets.openai import Endpoint
 
     load, slo = load_part({

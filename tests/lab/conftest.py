@@ -3,18 +3,24 @@
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.interfaces.workload import WorkItem
 from hotswap.lab.load import run_load
 from hotswap.lab.records import BlockRecord
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
+from hotswap.lab.targets.target import Activity, Ending, Outgoing
 
 
 class Reply:
@@ -107,7 +113,6 @@ def stub() -> Iterator[Stub]:
 
 
 NOW = SystemClock().now
-sleep = time.sleep
 
 
 def measure(stub: Stub, count: int, load: Any, window: float | None = None, **endpoint: Any) -> BlockRecord:
@@ -124,3 +129,88 @@ def measure(stub: Stub, count: int, load: Any, window: float | None = None, **en
 @pytest.fixture(name="measure")
 def _measure(stub: Stub) -> Callable[..., BlockRecord]:
     return lambda *args, **kwargs: measure(stub, *args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one layer, with a tokenizer of bytes."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256)).save_pretrained(path)
+    special = ["<bos>", "<eos>", "<a>", "<b>"]
+    vocabulary = {token: id for id, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def config(tiny: Path, tmp_path: Path) -> Path:
+    """A config file of the tiny model."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({
+        "model": {"path": str(tiny)}, "device": "cpu", "dtype": "float32", "kvcache": {"memory": "2MiB"},
+        "scheduler": {"max_running": 8}, "execution": {"num_threads": 1}}))
+    return path
+
+
+class Script:
+    """A ``Target`` that answers after ``delay`` seconds with tokens made by ``reply``, and caches as a server does:
+    a prompt that begins like one before finds its first ``page`` tokens."""
+
+    def __init__(self, delay: float = 0.002, reply: Any = None, can_reset: bool = True, page: int = 8) -> None:
+        self.delay, self.can_reset, self.page = delay, can_reset, page
+        self.reply = reply or (lambda request: list(request.prompt[:2]))
+        self.requests: list[Outgoing] = []
+        self.cached: set[tuple[int, ...]] = set()
+        self.resets, self.dead = 0, None
+        self.serving = 0
+
+    def send(self, request: Outgoing, hearer: Any) -> None:
+        self.requests.append(request)
+        self.serving += 1
+        threading.Timer(self.delay, self._answer, (request, hearer)).start()
+
+    def _answer(self, request: Outgoing, hearer: Any) -> None:
+        head = request.prompt[:self.page]
+        cached = len(head) if head in self.cached else 0
+        self.cached.add(head)
+        self.serving -= 1
+        if self.dead:
+            return hearer.ended(Ending(NOW(), error=self.dead))
+        tokens = self.reply(request)
+        hearer.arrived(NOW(), len(tokens), tokens)
+        return hearer.ended(Ending(NOW(), "length", None, len(request.prompt), len(tokens), cached))
+
+    def abort(self, id: str) -> None:
+        """They end soon anyway."""
+
+    def reset(self) -> None:
+        assert not self.serving, "the cache is emptied while nothing runs"
+        self.resets += 1
+        self.cached.clear()
+
+    def begin(self) -> None:
+        """Counts nothing."""
+
+    def finish(self) -> Activity:
+        return Activity()
+
+    def problem(self) -> str | None:
+        return self.dead
+
+    def effective(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+@pytest.fixture(name="script")
+def _script() -> type[Script]:
+    return Script

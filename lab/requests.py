@@ -1,0 +1,96 @@
+"""The requests of a run: what a workload may know of the model, and its stream for as long as it is needed."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from hotswap.core.config import ResolvedConfig
+from hotswap.core.engine.build import open_model
+from hotswap.core.errors import ConfigError, RequestError
+from hotswap.core.explain import join
+from hotswap.core.interfaces.workload import WorkItem, Workload, WorkloadContext
+from hotswap.core.modeling.tokenizer import Tokenizer
+from hotswap.core.registry import Registry
+from hotswap.lab.targets.openai import Endpoint, OpenAITarget
+from hotswap.server.frontend import sampling_of
+from hotswap.server.templates.chat import ChatTemplate
+
+CHECKED_ITEMS = 1000
+"""So many requests of a workload are looked at before anything is loaded."""
+FOREIGN_VOCABULARY = 1000
+"""Ids below this are words or parts of words in every vocabulary that we know of."""
+FOREIGN_LENGTH = 2048
+"""The context of a server that does not tell."""
+_NOT_FOR_SAMPLING = {
+    "max_tokens": "the workload says how long answers are", "n": "a request is measured as one answer",
+    "stream": "answers are always streamed", "prompt": "it comes from the workload",
+}
+
+
+def context_of(
+    seed: int, configs: Iterable[ResolvedConfig], endpoints: Iterable[Endpoint], progress: bool,
+) -> tuple[WorkloadContext, Tokenizer | None]:
+    """What a workload may know: of our model, or of a foreign one as far as its server tells. And the model's
+    tokenizer, where it is ours to have."""
+    told = [OpenAITarget(endpoint, lambda: 0.0).probe() for endpoint in endpoints]
+    lengths = [int(entry["max_model_len"]) for entry in told if entry.get("max_model_len")]
+    opened = [open_model(one.config, Registry(), progress=progress) for one in configs]
+    if not opened:
+        return foreign_context(seed, min(lengths, default=FOREIGN_LENGTH)), None
+    checkpoint, vocab_size = opened[0].checkpoint, opened[0].facts.vocab_size
+    length = min([one.max_model_len for one in opened] + lengths)
+    tokenizer, template = checkpoint.tokenizer(), checkpoint.chat_template
+    if template is None:
+        return WorkloadContext(seed, vocab_size, length, tokenizer.encode), tokenizer
+    chat = ChatTemplate(template, tokenizer)
+
+    def encode_chat(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return chat.encode(
+            messages, add_generation_prompt=True, continue_final_message=False, variables=None,
+            check_length=lambda text: None)
+
+    return WorkloadContext(seed, vocab_size, length, tokenizer.encode, encode_chat), tokenizer
+
+
+def foreign_context(seed: int, max_model_len: int, vocab_size: int = FOREIGN_VOCABULARY) -> WorkloadContext:
+    """Of a server whose tokenizer we do not have."""
+    def encode(text: str) -> list[int]:
+        raise ConfigError(
+            "it has texts, and there is no tokenizer to make tokens of them; give a base config with the model that "
+            "the server has", "workload")
+    return WorkloadContext(seed, vocab_size, max_model_len, encode)
+
+
+def endless(workload: Workload, context: WorkloadContext) -> Iterator[WorkItem]:
+    """The workload's requests, for ever: one that ends begins again with the next seed."""
+    seed, count = context.seed, 0
+    while True:
+        first = count
+        for item in workload.items(replace(context, seed=seed)):
+            count += 1
+            yield item if item.after is None else replace(item, after=item.after + first)
+        if count == first:
+            raise ConfigError("it has no requests", "workload")
+        seed += 1
+
+
+def check_workload(workload: Workload, context: WorkloadContext) -> None:
+    """The first requests fit into the shortest context."""
+    for index, item in enumerate(islice(endless(workload, context), CHECKED_ITEMS)):
+        if not item.prompt or len(item.prompt) + item.max_tokens > context.max_model_len:
+            raise ConfigError(
+                f"request {index} has {len(item.prompt)} tokens and asks for {item.max_tokens}, but the context of the "
+                f"shortest arm holds {context.max_model_len}; make it shorter, or raise max_model_len", "workload")
+
+
+def check_sampling(fields: Mapping[str, Any], ours: bool) -> None:
+    """``ours``: an engine of ours gets them. Other servers may know more fields, and judge them themselves."""
+    for name, why in _NOT_FOR_SAMPLING.items():
+        if name in fields:
+            raise ConfigError(f"{why}; leave it out", join("sampling", name))
+    if ours:
+        try:
+            sampling_of(fields)
+        except RequestError as error:
+            raise ConfigError(str(error), "sampling") from error
