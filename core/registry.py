@@ -233,9 +233,15 @@ class Registry:
         host = f"hotswap {metadata.version('hotswap')}"
         return f"was written for contract {contract}, but {host} accepts {' and '.join(accepted)}"
 
+    def no_kind(self, kind: str) -> str:
+        """What to say of a kind that there is not."""
+        near = nearest(kind, self.kinds)
+        hint = f" Did you mean '{near}'?" if near else ""
+        return f"there is no kind '{kind}'.{hint} The kinds are {', '.join(self.kinds)}."
+
     def _unknown(self, kind: str, name: str, elsewhere: list[Entry]) -> str:
         if kind not in self._interfaces:
-            return f"there is no kind '{kind}'; the kinds are {', '.join(self._interfaces)}."
+            return self.no_kind(kind)
         if elsewhere:
             offered = ", ".join(f"'{e.distribution}:{e.name}'" for e in elsewhere)
             return f"no {kind} is called '{name}'; there is {offered}."

@@ -22,6 +22,7 @@ class Transfers:
         offers = component.describe().offers if component is not None else frozenset()
         self.component, self._ranks = component, ranks
         self.reuses, self.swaps = REUSE in offers, SWAP in offers
+        self._brings = self.reuses or self.swaps
         self.filling: dict[str, RequestState] = {}
         """By transfer: the request whose pages it fills, and which cannot step before it has ended."""
         self._reports: dict[str, list[int | None]] = {}
@@ -32,7 +33,7 @@ class Transfers:
 
     def extend(self, state: RequestState, match: Match, limit: int, tail: int) -> Match | None:
         """``match`` with what lies elsewhere as pending tokens; None: that is on its way."""
-        if not self.reuses:
+        if not self._brings:
             return match
         assert self.component is not None
         found = self.component.lookup(state.request, state.tokens, match.cached, limit, tail)
@@ -42,7 +43,7 @@ class Transfers:
 
     def attach(self, state: RequestState, grant: Grant, match: Match) -> Attachment | None:
         """The request starts in the pages of ``grant``. None: nobody has to be told."""
-        if not self.reuses:
+        if not self._brings:
             return None
         assert self.component is not None
         attachment = self.component.attach(

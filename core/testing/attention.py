@@ -1,11 +1,17 @@
-"""The attention backend's part of the conformance kit: every layout against dense attention in float64.
+"""What every attention backend must do: every layout against dense attention in float64. The whole test file::
+
+    class TestMine(AttentionSuite):
+        def make_backend(self):
+            return MyAttention()
+
+A backend of many cases may rather have a test for each::
 
     @pytest.mark.parametrize("case", attention_cases(MyAttention().support()), ids=str)
     def test_my_backend_agrees_with_dense_attention(case):
         check_attention(MyAttention(), case)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +19,7 @@ import numpy as np
 import torch
 
 from hotswap.core.execution.layout import IntArray, batch_layout
-from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GroupShape
+from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GraphLevel, GroupShape
 from hotswap.core.interfaces.layout import BatchLayout
 
 RAGGED = ((3, 5), (1, 0), (1, 70), (17, 0), (40, 33), (5, 4), (2, 62), (1, 15), (1, 16))
@@ -84,6 +90,53 @@ def attention_cases(support: AttentionSupport) -> list[AttentionCase]:
     if support.softcap and support.windows:
         cases.append(replace(base, name="softcap and window", softcap=5.0, window=9))
     return cases
+
+
+class AttentionSuite:
+    """Subclass it and provide ``make_backend``."""
+
+    device: str = "cpu"
+
+    def make_backend(self) -> AttentionBackend:
+        raise NotImplementedError("return a new instance of the backend under test")
+
+    def cases(self) -> list[AttentionCase]:
+        """Those that its ``support()`` leaves it."""
+        return attention_cases(self.make_backend().support())
+
+    def _check(self, chosen: Callable[[AttentionCase], bool]) -> None:
+        for case in filter(chosen, self.cases()):
+            check_attention(self.make_backend(), case, self.device)
+
+    def test_ragged_batches_with_padded_rows_agree_with_dense_attention(self) -> None:
+        self._check(lambda case: case.window is None and case.softcap is None and case.kv_heads not in (1, case.heads))
+
+    def test_groups_of_query_heads_read_their_own_key_heads(self) -> None:
+        self._check(lambda case: case.window is None and case.softcap is None and case.kv_heads in (1, case.heads))
+
+    def test_a_window_hides_what_is_older(self) -> None:
+        self._check(lambda case: case.window is not None)
+
+    def test_a_softcap_squashes_the_scores(self) -> None:
+        self._check(lambda case: case.softcap is not None and case.window is None)
+
+    def test_its_pages_lie_as_it_says(self) -> None:
+        backend, case = self.make_backend(), self.cases()[0]
+        limits = BatchLimits(16, 4, 4, self.device, case.dtype)
+        sizes = {"page": 5, "token": case.page_size, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
+        axes = backend.page_axes()
+        assert axes[0] == "page", f"the first dimension counts pages, not {axes[0]}"
+        for tensor in backend.allocate(case.shape, 5, limits):
+            assert tensor.shape[0] == 5
+            if set(axes) <= sizes.keys():
+                assert tuple(tensor.shape) == tuple(sizes[axis] for axis in axes), f"page_axes() says {axes}"
+
+    def test_steps_of_a_graph_read_what_they_are_given_each_time(self) -> None:
+        if self.make_backend().support().graph_level is GraphLevel.NEVER:
+            return
+        uniform = self.make_backend().support().graph_level > GraphLevel.ONE_TOKEN
+        for queries in (1, 4) if uniform else (1,):
+            check_static_attention(self.make_backend(), self.cases()[0], queries, self.device)
 
 
 def check_attention(backend: AttentionBackend, case: AttentionCase, device: str = "cpu") -> None:

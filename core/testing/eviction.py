@@ -15,6 +15,9 @@ from hotswap.core.interfaces.kvcache import EvictionPolicy
 
 
 class EvictionPolicySuite:
+    machine_examples = 200
+    """Random lives of pages per run of the suite."""
+
     def make_policy(self) -> EvictionPolicy:
         raise NotImplementedError("return a new, empty policy")
 
@@ -55,7 +58,7 @@ class EvictionPolicySuite:
         assert policy.pick() == 1
 
     def test_whatever_happens_every_candidate_is_picked_once_and_nothing_else(self) -> None:
-        @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+        @settings(max_examples=self.machine_examples, deadline=None, derandomize=True, database=None)
         @given(st.lists(st.tuples(st.sampled_from(("insert", "unpin", "pin", "hit", "remove", "evict")),
                                   st.integers(0, 6)), max_size=60))
         def run(calls: list[tuple[str, int]]) -> None:

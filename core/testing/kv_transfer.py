@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hotswap.core.engine.pool import RequestState
-from hotswap.core.interfaces.kv_transfer import SWAP, KVTransfer, TransferWorker
+from hotswap.core.interfaces.kv_transfer import REUSE, SWAP, KVTransfer, TransferWorker
 from hotswap.core.interfaces.kvcache import CacheKey
 from hotswap.core.interfaces.messages import EndedTransfer
 from hotswap.core.interfaces.scheduler import Answer, PlanContext, Scheduler, StepPlan, SuspendMode
@@ -242,6 +242,10 @@ class KVTransferSuite:
             OnDemand(build("scheduler", "chunked")), page_size=PAGE, transfer=self.make(**options),
             wrap_transfer=(lambda worker: self.late_worker(worker, rng)) if late else lambda worker: worker, **settings)
 
+    def needs(self, offer: str) -> None:
+        if offer not in self.make().describe().offers:
+            pytest.skip(f"it does not offer {offer!r}")
+
     def test_a_worker_half_that_was_never_registered_can_be_closed(self) -> None:
         """As where an engine's start fails before its pages have been divided."""
         self.make().worker().close()
@@ -277,6 +281,7 @@ class KVTransferSuite:
 
     @pytest.mark.parametrize("field", ["model_revision", "dtype", "adapter", "salt"])
     def test_each_part_of_the_cache_key_counts(self, field: str) -> None:
+        self.needs(REUSE)
         rig, prompt = self.rig(), list(range(12))
         key = CacheKey("revision", "float32", "adapter", "salt")
         rig.add("a", prompt, 4, cache_key=key)
@@ -285,6 +290,7 @@ class KVTransferSuite:
         assert look_up(rig, prompt, replace(key, **{field: "other"})) == 0
 
     def test_what_is_found_is_a_prefix(self) -> None:
+        self.needs(REUSE)
         rig, prompt = self.rig(), list(range(12))
         rig.add("a", prompt, 8)
         rig.run()
@@ -296,6 +302,7 @@ class KVTransferSuite:
 
     @pytest.mark.parametrize("late", [False, True])
     def test_a_prompt_comes_back_after_the_cache_has_forgotten_it(self, late: bool) -> None:
+        self.needs(REUSE)
         rig, prompt = self.rig(late=late), list(range(12)) * 2
         requests = [rig.add("a", prompt, 4)]
         rig.run()
@@ -307,6 +314,7 @@ class KVTransferSuite:
         assert_clean(rig)
 
     def test_nothing_is_found_before_its_copy_has_ended(self) -> None:
+        self.needs(REUSE)
         rig, prompt = self.rig(late=True), list(range(12))
         mover = rig.worker.transfer
         assert isinstance(mover, LateWorker), "late_worker() returns a LateWorker"
@@ -322,6 +330,7 @@ class KVTransferSuite:
 
     @pytest.mark.parametrize("late", [False, True])
     def test_two_requests_that_each_need_most_of_the_pool_run_one_after_the_other(self, late: bool) -> None:
+        self.needs(REUSE)
         rig, rng = self.rig(late=late, num_pages=11, max_model_len=40), random.Random(1)
         heads = [[rng.randrange(13) for _ in range(16)] for _ in range(2)]
         for number, head in enumerate(heads):
@@ -339,6 +348,7 @@ class KVTransferSuite:
 
     def filling(self, **settings: Any) -> tuple[Rig, LateWorker, Request]:
         """A rig in which request "b" has started and waits for the pages of its prompt, which do not come."""
+        self.needs(REUSE)
         rig, prompt = self.rig(late=True, **settings), [*range(13), *range(7)]
         mover = rig.worker.transfer
         assert isinstance(mover, LateWorker), "late_worker() returns a LateWorker"
@@ -412,8 +422,7 @@ class KVTransferSuite:
         assert_clean(rig)
 
     def swapping(self, late: bool, **settings: Any) -> Rig:
-        if SWAP not in self.make().describe().offers:
-            pytest.skip("it does not swap")
+        self.needs(SWAP)
         return self.rig(late=late, kv="paged", **settings)
 
     def suspend(self, rig: Rig, request_id: str, after: int) -> None:

@@ -1,16 +1,21 @@
-"""The speculator's part of the conformance kit: proposals stay within what was asked, and touch nothing.
+"""What every speculator must do. The whole test file of a speculator::
 
-    def test_my_speculator_conforms():
-        check_speculator(MySpeculator)
+    class TestMine(SpeculatorSuite):
+        def make_speculator(self):
+            return MySpeculator()
 
-A speculator with a cache of its own is given :class:`DenseCache`, which also finds what was read before it was written.
+Its proposals stay within what was asked and touch nothing, and a whole worker with it writes the texts that it writes
+without: the same ones where greedy, of the same distribution where sampled. A speculator with a cache of its own is
+given :class:`DenseCache`, which also finds what was read before it was written.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import pytest
 import torch
 
 from hotswap.core.execution.worker import model_for
@@ -24,8 +29,14 @@ from hotswap.core.interfaces.speculator import (
     ProposeRow,
     Span,
     Speculator,
+    SpeculatorNeeds,
     SpeculatorServices,
 )
+from hotswap.core.modeling.checkpoint import open_checkpoint
+from hotswap.core.request import SamplingParams
+from hotswap.core.testing.checkpoints import tiny_checkpoint
+from hotswap.core.testing.dense import loaded
+from hotswap.core.testing.texts import Texts, least_p
 
 if TYPE_CHECKING:
     from hotswap.core.modeling.checkpoint import Checkpoint
@@ -134,6 +145,65 @@ class _Rig:
         groups = [spec.group for spec in self.needs.cache_specs if layer in spec.layers]
         assert len(groups) == 1, f"layer {layer} is in the groups {groups}"
         return self.needs.shapes[groups[0]].scale
+
+
+class SpeculatorSuite:
+    """Subclass it and provide ``make_speculator``. ``target`` is the model that it drafts for: a tiny one, of the
+    vocabulary 16, unless ``write`` writes another."""
+
+    texts = 900
+    """How many are drawn for the distribution test."""
+    length = 4
+    least_p = 1e-4
+    """A distribution that agrees is taken for another one about as seldom."""
+    drafts_often = True
+    """Whether it must have drafts accepted in the kit's texts, which repeat themselves."""
+
+    def make_speculator(self) -> Speculator:
+        raise NotImplementedError("return a new instance of the speculator under test")
+
+    def write(self, folder: Path) -> None:
+        tiny_checkpoint(folder)
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> "Checkpoint":
+        self.write(tmp_path / "target")
+        return open_checkpoint(str(tmp_path / "target"), progress=False)
+
+    def test_proposals_stay_within_what_was_asked(self, checkpoint: "Checkpoint") -> None:
+        target = Target(loaded(model_for(checkpoint), checkpoint), checkpoint)
+        for seed in range(4):
+            check_speculator(self.make_speculator, seed=seed, target=target)
+
+    def _drawn(self, checkpoint: "Checkpoint", params: SamplingParams, count: int) -> tuple[Any, Any]:
+        """Texts with the speculator, and texts of other seeds without; greedy ones are the same for every seed."""
+        drafting = Texts(checkpoint, self.make_speculator())
+        ours = drafting.draw(params, range(count), self.length if count > 9 else 24)
+        plain = Texts(checkpoint, NoDrafts()).draw(params, range(10**6, 10**6 + count), ours.shape[1])
+        assert not drafting.dropped, f"{drafting.dropped} of its proposals make no sense, and were dropped"
+        if self.drafts_often and drafting.lookahead:
+            assert drafting.accepted, f"not one of {drafting.drafted} drafts was accepted"
+        return ours, plain
+
+    def test_greedy_texts_are_those_without_it(self, checkpoint: "Checkpoint") -> None:
+        ours, plain = self._drawn(checkpoint, SamplingParams(temperature=0), 3)
+        assert (ours == plain).all(), f"with drafts {ours[0]}, without {plain[0]}"
+
+    def test_sampled_texts_are_of_the_distribution_without_it(self, checkpoint: "Checkpoint") -> None:
+        ours, plain = self._drawn(checkpoint, SamplingParams(temperature=1.0), self.texts)
+        assert least_p(ours, plain) > self.least_p, (
+            "texts with drafts are of another distribution: were the drafts drawn from the probabilities that come "
+            "with them, and independently of the target's draws?")
+
+
+class NoDrafts(Speculator):
+    """Proposes nothing."""
+
+    def needs(self) -> SpeculatorNeeds:
+        return SpeculatorNeeds()
+
+    def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
+        return Drafts([[] for _ in rows])
 
 
 def check_speculator(

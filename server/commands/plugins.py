@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ import click
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join
 from hotswap.core.registry import Listing, Registry
+from hotswap.server.commands.scaffold import check_name, write_project
 from hotswap.server.commands.table import table
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs.")
@@ -55,6 +57,20 @@ def show(component: str, as_json: bool) -> None:
         "request_options": cls.RequestOptions.model_json_schema() if cls.RequestOptions else None,
     }
     click.echo(json.dumps(facts, indent=2) if as_json else _page(facts))
+
+
+@command.command()
+@click.argument("kind")
+@click.argument("name")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Its folder; by default ./hotswap-NAME.")
+def new(kind: str, name: str, folder: Path | None) -> None:
+    """Write the project of a new plugin that works: a module, its tests, an entry point, a config."""
+    registry = Registry()
+    check_name(kind, name, registry)
+    folder = folder or Path(f"hotswap-{name.replace('_', '-')}")
+    written = write_project(kind, name, folder, registry)
+    click.echo("\n".join(str(path) for path in written))
+    click.echo(f"\nNow:  cd {folder} && pip install -e . && pytest && hotswap plugins show {kind}:{name}")
 
 
 def _page(facts: dict[str, Any]) -> str:

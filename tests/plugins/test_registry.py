@@ -98,7 +98,7 @@ def test_a_kind_that_core_does_not_know_cannot_be_registered(install):
     assert listing(registry, "scheduler_", "x")[0].status is Status.INCOMPATIBLE
     with pytest.raises(ContractMismatchError, match="kind"):
         registry.load("scheduler_", "x")
-    with pytest.raises(UnknownComponentError, match="the kinds are scheduler"):
+    with pytest.raises(UnknownComponentError, match="The kinds are scheduler"):
         registry.load("no_such_kind", "x")
 
 

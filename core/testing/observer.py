@@ -1,0 +1,99 @@
+"""What every observer must do. The whole test file of an observer::
+
+    class TestMine(ObserverSuite):
+        def make_observer(self):
+            return MyObserver()
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from hotswap.core.hooks import HookSpecs, Observer
+from hotswap.core.live import LiveComponents, ObserverHub
+from hotswap.core.testing.rig import Rig, make_rig
+from hotswap.core.testing.wrapping import Wrapped
+
+HOOKS = [name for name in vars(HookSpecs) if name.startswith("hotswap_")]
+
+
+class _Failing(Wrapped):
+    """Raises in its tenth plan."""
+
+    plans = 0
+
+    def plan(self, ctx: Any) -> Any:
+        self.plans += 1
+        if self.plans == 10:
+            raise RuntimeError("planted")
+        return self.inner.plan(ctx)
+
+
+class ObserverSuite:
+    """Subclass it and provide ``make_observer``."""
+
+    def make_observer(self) -> Observer:
+        raise NotImplementedError("return a new instance of the observer under test")
+
+    def watched(self) -> Iterator[tuple[Observer, ObserverHub]]:
+        """An observer between the start and the stop of its engine."""
+        observer, components = self.make_observer(), LiveComponents()
+        components.add(observer)
+        components.observers.notify(
+            "hotswap_engine_started", versions={"hotswap": "0"}, config={"model": {"name": "toy"}}, replica="",
+            time=0.0)
+        try:
+            yield observer, components.observers
+        finally:
+            components.observers.notify("hotswap_engine_stopped", time=9.0)
+        assert not components.observers.silenced, f"a hook raised: {components.observers.silenced}"
+
+    def test_its_hooks_exist_are_marked_and_take_what_they_are_given(self) -> None:
+        observer = self.make_observer()
+        components = LiveComponents()
+        components.add(observer)  # raises where an argument is none of the hook's
+        named = [name for name in dir(type(observer)) if name.startswith("hotswap_")]
+        assert not set(named) - set(HOOKS), f"there is no hook {sorted(set(named) - set(HOOKS))}; there are {HOOKS}"
+        heard = [name for name in HOOKS if components.observers.listens(name)]
+        assert set(named) == set(heard), f"{sorted(set(named) - set(heard))} is not called: mark it with @hookimpl"
+        assert heard, "it implements no hook"
+
+    def test_a_busy_engine_does_not_make_it_raise(self) -> None:
+        """Drafts, a shortage with suspensions, an abort, a plan that fails, requests that come back to a cache."""
+        for _, hub in self.watched():
+            self._traffic(hub)
+            hub.notify("hotswap_pages_leaked", owners={"r1": 2}, time=8.0)
+            hub.notify("hotswap_transfers_ended", counters={"hits": 1}, time=8.0)
+            hub.notify("hotswap_component_exchanged", kind="scheduler", old="a", new="b", time=8.0)
+
+    def test_it_changes_nothing_that_it_watches(self) -> None:
+        alone = self._traffic(ObserverHub())
+        for _, hub in self.watched():
+            watched = self._traffic(hub)
+            assert _decisions(watched) == _decisions(alone), "the engine's decisions differ"
+            assert watched.client.outputs == alone.client.outputs, "clients get other outputs"
+
+    def test_each_engine_has_one_of_its_own(self) -> None:
+        """Two engines of one process that run at the same time."""
+        for _, first in self.watched():
+            for _, second in self.watched():
+                self._traffic(first)
+                self._traffic(second)
+
+    def _traffic(self, hub: ObserverHub) -> Rig:
+        rig = make_rig(
+            num_pages=1 + 30, max_model_len=96, max_batch_tokens=24, max_running=3, depth=2, lookahead=2, observers=hub)
+        rig.loop.parts.scheduler = _Failing(rig.loop.parts.scheduler)
+        rig.loop.parts.kv.keep_events(True)
+        for i in range(6):
+            rig.add(f"r{i}", [1 + i % 2] * 30, 30)
+        for _ in range(25):
+            rig.loop.turn()
+            rig.clock.advance(0.01)
+        rig.loop.abort("r1")
+        rig.run()
+        return rig
+
+
+def _decisions(rig: Rig) -> list[Any]:
+    return [(message.step_id, message.rows, message.suspensions, message.drops, message.resumes)
+            for message in rig.executor.messages]

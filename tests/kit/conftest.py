@@ -1,0 +1,60 @@
+"""Projects that ``hotswap plugins new`` has written, one a kind, found as if pip had installed them."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hotswap.core.registry import INTERFACES
+from hotswap.server.cli import main
+
+ROOT = Path(__file__).parents[2]
+KINDS = [interface.kind for interface in INTERFACES]
+
+
+def name_of(kind):
+    return "GroveForCausalLM" if kind == "model" else f"my_{kind}"
+
+
+@pytest.fixture(scope="session")
+def projects(tmp_path_factory):
+    """kind -> the folder of a project for it."""
+    home = tmp_path_factory.mktemp("projects")
+    for kind in KINDS:
+        written = CliRunner().invoke(main, ["plugins", "new", kind, name_of(kind), "--dir", str(home / kind)])
+        assert written.exit_code == 0, written.output
+    return {kind: home / kind for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def site(projects, tmp_path_factory):
+    """What pip would leave of all of them in an environment: metadata, and the folders with the modules."""
+    home = tmp_path_factory.mktemp("site")
+    for folder in projects.values():
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        info = home / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+        (info / "entry_points.txt").write_text("\n".join(
+            f"[{group}]\n" + "\n".join(f"{name} = {value}" for name, value in entries.items())
+            for group, entries in project["entry-points"].items()))
+    return [str(home), *map(str, projects.values())]
+
+
+@pytest.fixture(scope="session")
+def run(site):
+    """``run("pytest", ...)``: a module of Python in a process of its own that finds the projects."""
+
+    def start(*command, cwd=None, timeout=600):
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *site]), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, "-m", *map(str, command)], capture_output=True, text=True, cwd=cwd, env=environment,
+            timeout=timeout, check=False)
+
+    return start

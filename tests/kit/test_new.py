@@ -1,0 +1,156 @@
+"""``hotswap plugins new``: for every kind a project that is complete, tested and selectable as it is written."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from hotswap.core.config import load_config
+from hotswap.core.config.check import check_config
+from hotswap.core.registry import INTERFACES, Registry
+from hotswap.core.testing.suites import SUITES
+from hotswap.server.cli import main
+from hotswap.server.commands.scaffold import SELECTED
+
+KINDS = [interface.kind for interface in INTERFACES]
+INI = """
+[pytest]
+addopts = --import-mode=importlib --strict-markers
+filterwarnings =
+    error
+    ignore::DeprecationWarning
+"""
+
+
+def new(*arguments):
+    return CliRunner().invoke(main, ["plugins", "new", *map(str, arguments)])
+
+
+def test_there_is_a_template_and_a_suite_for_every_kind():
+    assert SELECTED.keys() == SUITES.keys() == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_project_has_a_module_its_tests_an_entry_point_a_readme_and_a_config(projects, kind):
+    folder = projects[kind]
+    [module] = [path.stem for path in folder.glob("hotswap_*.py")]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [f"{module}.py", f"test_{module}.py", "pyproject.toml", "README.md", "config.yaml"])
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]
+    [(name, value)] = points[f"hotswap.{kind}"].items()
+    [interface] = [interface for interface in INTERFACES if interface.kind == kind]
+    assert points["hotswap.contract"] == {kind: f"v{interface.contract.rpartition('/')[2]}"}
+    assert value.partition(":")[0] == module
+    readme = (folder / "README.md").read_text()
+    assert f"hotswap plugins show {kind}:{name}" in readme
+    selected = yaml.safe_load(re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)[1])
+    assert name in str(selected)
+    for path in folder.iterdir():
+        assert not re.search(r"mypart|my-part", path.read_text(), re.IGNORECASE), f"{path.name} keeps a placeholder"
+        assert "{" not in readme.replace("{use", "").replace('"extra": {', "").replace("{name", "") or kind in (
+            "logits_processor",), "a placeholder of the README is left"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_test_file_is_a_subclass_with_a_fixture_and_something_of_its_own(projects, kind):
+    [path] = projects[kind].glob("test_*.py")
+    tree = ast.parse(path.read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert SUITES[kind].suite.partition(":")[2] in {base.id for node in classes for base in node.bases}
+    methods = [item.name for item in classes[0].body if isinstance(item, ast.FunctionDef)]
+    assert methods[0] == SUITES[kind].maker
+    assert any(name.startswith("test_") for name in methods) or any(
+        isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in tree.body)
+
+
+def test_projects_are_lint_clean(projects):
+    config = "line-length = 130\n[lint]\nselect = ['E', 'F', 'B', 'UP', 'SIM', 'RET', 'PIE']\nignore = ['E731']\n"
+    home = next(iter(projects.values())).parent
+    (home / "ruff.toml").write_text(config)
+    checked = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--config", str(home / "ruff.toml"), *map(str, projects.values())],
+        capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_all_of_them_pass_their_own_tests(projects, run, tmp_path, request):
+    """In one process; without ``--whole`` with fewer random lives."""
+    (tmp_path / "pytest.ini").write_text(INI)
+    short = [] if request.config.getoption("--whole") else ["-p", "hotswap.core.testing.quick"]
+    done = run("pytest", "-q", "-p", "no:cacheprovider", *short, "-c", tmp_path / "pytest.ini", *projects.values())
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout
+
+
+def test_all_of_them_are_listed_and_each_config_selects_its_own(projects, run):
+    listed = run("hotswap", "plugins")
+    for kind, folder in projects.items():
+        [name] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"][f"hotswap.{kind}"]
+        assert re.search(rf"{kind} +{name} +hotswap-\S+ +0.1.0 +{kind}/1 +available", listed.stdout), listed.stdout
+
+
+def labels(components):
+    """Of components and of their parts."""
+    for component in components:
+        if isinstance(component, (list, tuple)):
+            yield from labels(component)
+        elif component is not None:
+            yield component.label
+            yield from labels(component.parts.values())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "workload"])
+def test_each_config_passes_the_check_and_names_the_part(projects, site, kind, monkeypatch):
+    for path in site:
+        monkeypatch.syspath_prepend(path)
+    config = load_config(yaml.safe_load((projects[kind] / "config.yaml").read_text()), environ={}).config
+    registry = Registry()
+    checked = check_config(config, registry)
+    if kind == "model":  # is built with its checkpoint
+        assert config.model.use == "GroveForCausalLM"
+        assert registry.load("model", config.model.use).__name__ == "GroveForCausalLM"
+    else:
+        assert f"{kind}:my_{kind}" in labels(checked.built.values()), "the config selects another"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("schedular", "mine"), "there is no kind 'schedular'. Did you mean 'scheduler'?"),
+    (("scheduler", "My-Part"), "'My-Part' is no name for a scheduler"),
+    (("scheduler", "class"), "'class' is no name for a scheduler"),
+    (("scheduler", "../evil"), "is no name for a scheduler"),
+    (("scheduler", ""), "is no name for a scheduler"),
+    (("model", "Some-Thing"), "as in MyForCausalLM"),
+    (("scheduler", "chunked"), "there is a scheduler 'chunked' of package hotswap"),
+])
+def test_what_cannot_be_made_is_refused_with_what_would_be_right(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = new(*arguments)
+    assert refused.exit_code == 2
+    assert message in refused.output
+    assert not list(tmp_path.iterdir()), "something was written"
+
+
+def test_nothing_is_written_over(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    for folder in ("mine", "file"):
+        refused = new("scheduler", "mine", "--dir", tmp_path / folder)
+        assert refused.exit_code == 2
+        assert "is there and not empty: give another folder with --dir" in refused.output
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    assert new("scheduler", "mine", "--dir", tmp_path / "file" / "under").exit_code == 2, "a path through a file"
+
+
+def test_without_dir_the_folder_is_named_after_the_part(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = new("queue_policy", "longest_first")
+    assert written.exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["hotswap-longest-first"]
+    assert "cd hotswap-longest-first && pip install -e . && pytest" in written.output
