@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hotswap.core.hooks import HookSpecs, Observer
@@ -34,15 +35,13 @@ class ObserverSuite:
     def make_observer(self) -> Observer:
         raise NotImplementedError("return a new instance of the observer under test")
 
-    def watched(self) -> Iterator[tuple[Observer, ObserverHub]]:
-        """An observer between the start and the stop of its engine."""
-        observer, components = self.make_observer(), LiveComponents()
-        components.add(observer)
-        components.observers.notify(
-            "hotswap_engine_started", versions={"hotswap": "0"}, config={"model": {"name": "toy"}}, replica="",
-            time=0.0)
+    @contextmanager
+    def watched(self) -> Iterator[ObserverHub]:
+        """What calls an observer's hooks, until its engine has stopped."""
+        components = LiveComponents()
+        components.add(self.make_observer())
         try:
-            yield observer, components.observers
+            yield components.observers
         finally:
             components.observers.notify("hotswap_engine_stopped", time=9.0)
         assert not components.observers.silenced, f"a hook raised: {components.observers.silenced}"
@@ -59,7 +58,7 @@ class ObserverSuite:
 
     def test_a_busy_engine_does_not_make_it_raise(self) -> None:
         """Drafts, a shortage with suspensions, an abort, a plan that fails, requests that come back to a cache."""
-        for _, hub in self.watched():
+        with self.watched() as hub:
             self._traffic(hub)
             hub.notify("hotswap_pages_leaked", owners={"r1": 2}, time=8.0)
             hub.notify("hotswap_transfers_ended", counters={"hits": 1}, time=8.0)
@@ -67,23 +66,25 @@ class ObserverSuite:
 
     def test_it_changes_nothing_that_it_watches(self) -> None:
         alone = self._traffic(ObserverHub())
-        for _, hub in self.watched():
+        with self.watched() as hub:
             watched = self._traffic(hub)
             assert _decisions(watched) == _decisions(alone), "the engine's decisions differ"
             assert watched.client.outputs == alone.client.outputs, "clients get other outputs"
 
     def test_each_engine_has_one_of_its_own(self) -> None:
         """Two engines of one process that run at the same time."""
-        for _, first in self.watched():
-            for _, second in self.watched():
-                self._traffic(first)
-                self._traffic(second)
+        with self.watched() as first, self.watched() as second:
+            self._traffic(first)
+            self._traffic(second)
 
     def _traffic(self, hub: ObserverHub) -> Rig:
         rig = make_rig(
             num_pages=1 + 30, max_model_len=96, max_batch_tokens=24, max_running=3, depth=2, lookahead=2, observers=hub)
         rig.loop.parts.scheduler = _Failing(rig.loop.parts.scheduler)
         rig.loop.parts.kv.keep_events(True)
+        hub.notify(
+            "hotswap_engine_started", versions={"hotswap": "0"}, config={"model": {"name": "toy"}}, replica="",
+            setup=rig.setup, time=rig.clock.now())
         for i in range(6):
             rig.add(f"r{i}", [1 + i % 2] * 30, 30)
         for _ in range(25):
