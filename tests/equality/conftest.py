@@ -1,6 +1,7 @@
 """Whole engines, from a config to tokens, against transformers' own greedy generation."""
 
 import contextlib
+import gc
 import importlib.util
 import random
 import threading
@@ -242,6 +243,11 @@ def run() -> Iterator[Any]:
     yield start
     for running in started:
         running.built.engine.stop()
+    real = any(running.built.resolved.config.model.name for running in started)
+    started.clear()
+    if real:  # half a gigabyte of weights hangs in a ring of references, and Python counts objects, not bytes
+        del running
+        gc.collect()
 
 
 class Deployed:
