@@ -13,9 +13,13 @@
     │   ├── ContextLengthError
     │   └── QueueFullError     HTTP 429
     ├── EngineStoppedError     the engine is draining or stopped: HTTP 503
+    ├── ExchangeError          a part was to be exchanged while serving, and the old one serves on
     ├── ComponentError         a component raised while serving; names kind and component
     └── KVInvariantError       a KV manager's own check failed
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class HotswapError(Exception):
@@ -77,6 +81,14 @@ class QueueFullError(RequestError):
 
 class EngineStoppedError(HotswapError):
     """The engine does not take requests: it drains, or its loop has ended."""
+
+
+class ExchangeError(HotswapError):
+    """A part could not be exchanged, and the old one serves on. ``reports``: of engines that had exchanged theirs."""
+
+    def __init__(self, message: str, reports: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.reports = tuple(reports)
 
 
 class ComponentError(HotswapError):

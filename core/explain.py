@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from hotswap.core.errors import ConfigError
 
-SECRET_KEY = re.compile(r"(^|_)(api_keys?|tokens?|secrets?|passwords?|credentials?)$")
+SECRET_KEY = re.compile(r"(^|_)(api_keys?|admin_key|tokens?|secrets?|passwords?|credentials?)$")
 """Keys whose text is never shown."""
 
 HIDDEN = "<hidden>"

@@ -91,8 +91,13 @@ class HookSpecs:
         """Transfers of pages have ended; ``counters`` are the KV transfer's totals, by its own names."""
 
     @hookspec
-    def hotswap_component_exchanged(self, kind: str, old: str, new: str, time: float) -> None:
-        """A component was exchanged while serving. Nothing calls it yet."""
+    def hotswap_component_exchanged(
+        self, path: str, kind: str, old: str, new: str, options: dict[str, Any], pause: float, handed_over: int,
+        recomputed: int, problem: str, time: float,
+    ) -> None:
+        """The component at config ``path`` was exchanged while serving, one call a component: labels, the options of
+        the one that was asked for, seconds without a step, requests that kept their pages and that lost them.
+        ``problem``: it failed in its first steps, why, and ``new`` is the old one again; else empty."""
 
     @hookspec
     def hotswap_server_routes(self, app: Any) -> None:

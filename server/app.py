@@ -9,6 +9,8 @@ from starlette.responses import Response
 from hotswap import __version__
 from hotswap.core.config.schema import ServerSection
 from hotswap.server.http import errors, info
+from hotswap.server.http.admin import SCHEMA as ADMIN_SCHEMA
+from hotswap.server.http.admin import exchange_components
 from hotswap.server.http.api import Api
 from hotswap.server.http.chat import create_chat_completion
 from hotswap.server.http.completions import create_completion
@@ -27,10 +29,12 @@ def create_app(served: Served, settings: ServerSection) -> FastAPI:
     errors.install(app)
     _add_openai_routes(app, api)
     _add_own_routes(app, api)
+    if settings.admin_key is not None:
+        _add_admin_routes(app, api)
     served.install_routes(app)
     # Added from the innermost to the outermost.
     app.add_middleware(HeadAsGet)
-    app.add_middleware(Gate, keys=api.keys, draining=lambda: api.draining)
+    app.add_middleware(Gate, keys=api.keys, admin_keys=api.admin_keys, draining=lambda: api.draining)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
@@ -86,3 +90,9 @@ def _add_own_routes(app: FastAPI, api: Api) -> None:
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> dict[str, Any]:
         return await info.reset_prefix_cache(api, request)
+
+
+def _add_admin_routes(app: FastAPI, api: Api) -> None:
+    @app.post("/admin/components", openapi_extra=ADMIN_SCHEMA)
+    async def components(request: Request) -> Response:
+        return await exchange_components(api, request)

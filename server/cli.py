@@ -10,7 +10,7 @@ from hotswap import __version__
 from hotswap.core.errors import ConfigError
 
 COMMANDS = {
-    **{name: f"hotswap.server.commands.{name}" for name in ("serve", "generate", "config", "plugins")},
+    **{name: f"hotswap.server.commands.{name}" for name in ("serve", "generate", "exchange", "config", "plugins")},
     **{name: f"hotswap.lab.commands.{name}" for name in ("ab", "bench")},
 }
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from hotswap.core.request import PROCESSED_FIELDS
 
 if TYPE_CHECKING:
     from hotswap.core.engine.build import Built
+    from hotswap.core.engine.exchange import Report
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,15 @@ def _nothing(app: Any) -> None:
     """No observer has routes."""
 
 
+def _refuse(sets: Sequence[str], replica: str | None) -> list["Report"]:
+    raise ConfigError("this engine exchanges no parts")
+
+
 @dataclass(frozen=True)
 class Served:
     """``vocab_size`` is the width of the logits. ``eos_token_ids`` lie below it. ``sampling_defaults`` hold where a
-    request says nothing. ``describe`` lists the live components, ``install_routes`` lets observers add their routes."""
+    request says nothing. ``describe`` lists the live components, ``install_routes`` lets observers add their routes,
+    ``exchange`` is :meth:`Built.exchange`."""
 
     name: str
     engine: EngineClient
@@ -49,6 +55,7 @@ class Served:
     clock: Clock = field(default_factory=SystemClock)
     describe: Callable[[], dict[str, Any]] = dict
     install_routes: Callable[[Any], None] = _nothing
+    exchange: Callable[[Sequence[str], str | None], "list[Report]"] = _refuse
 
 
 def defaults_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,10 +98,11 @@ def served_by(built: "Built") -> Served:
         sampling_defaults=defaults_of(checkpoint.generation_config) if config.server.generation_config else {},
         request_options=built.request_options, honoured=built.honoured, seed=config.seed,
         describe=lambda: {
-            "components": built.listing(), "config": built.resolved.effective(),
+            "components": built.listing(), "config": built.effective(),
+            **({"replica_configs": own} if (own := built.deviations()) else {}),
             "notes": [*built.warnings, *built.notes], "ranks": built.ranks(),
         },
-        install_routes=lambda app: built.install_routes(app),
+        install_routes=lambda app: built.install_routes(app), exchange=built.exchange,
     )
 
 

@@ -159,6 +159,8 @@ class ServerSection(Section):
         ]}),
     ] = Field(default_factory=dict)
     """Accepted bearer keys: a list, or a mapping from key to tenant. Empty: no key is needed."""
+    admin_key: str | None = None
+    """The bearer key of ``/admin/`` paths, which exchange parts while serving; without it there are none."""
     max_queue: Count = 1024
     """Most waiting requests; more are answered with 429 and Retry-After."""
     drain_timeout_s: Seconds = 30.0
@@ -198,6 +200,14 @@ class ServerSection(Section):
         if "" in value:
             raise ValueError("an empty key would let everybody in.")
         return value
+
+    @model_validator(mode="after")
+    def _admin_key_of_its_own(self) -> "ServerSection":
+        if self.admin_key == "":
+            raise ValueError("an empty 'admin_key' would let everybody in.")
+        if self.admin_key in self.api_keys:
+            raise ValueError("'admin_key' is one of 'api_keys': every client could exchange parts.")
+        return self
 
     @field_validator("cors_origins")
     @classmethod

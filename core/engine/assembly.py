@@ -43,14 +43,32 @@ if TYPE_CHECKING:
     from hotswap.core.modeling.checkpoint import Checkpoint
 
 
+@dataclass(frozen=True)
+class Made:
+    """What an engine is made of. ``config``: the resolved one, with only the strategies that are its own."""
+
+    resolved: ResolvedConfig
+    config: Config
+    parts: Components
+    info: WorkerInfo
+    cache_plan: CachePlan
+
+
 @dataclass
 class BuiltEngine:
-    """One engine loop and what it is made of."""
+    """One engine loop. ``made`` is another one after an exchange. ``around``: the deployments that it is part of.
+    ``spans``: it computes every step together with other engines."""
 
     replica: Replica
     engine: Engine
     components: LiveComponents
-    cache_plan: CachePlan
+    made: Made
+    around: tuple[Component, ...] = ()
+    spans: bool = False
+
+    @property
+    def cache_plan(self) -> CachePlan:
+        return self.made.cache_plan
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,7 @@ class _Plan:
     config: Config
     parts: Components
     ranks: RankPlan
+    around: tuple[Component, ...]
 
 
 class Assembly:
@@ -93,7 +112,7 @@ class Assembly:
         parts = parts or check_config(config, self._registry, around)
         strategies = parts.listed("parallel")
         if not (strategies and strategies[0].kind == Deployment.kind):
-            self._plans[name] = _Plan(config, parts, rank_plan(parts, self._facts))
+            self._plans[name] = _Plan(config, parts, rank_plan(parts, self._facts), tuple(around))
             return partial(self._engine, name)
         deployment: Deployment = strategies[0]
         self.fronts.add(deployment)
@@ -128,13 +147,14 @@ class Assembly:
             if (transfer := _transfer(parts)) is not None:
                 transfer.close()
             raise
-        self._built[name] = BuiltEngine(replica, engine, live, cache_plan)
+        made = Made(self._resolved, config, parts, info, cache_plan)
+        self._built[name] = BuiltEngine(replica, engine, live, made, plan.around, ranks.across is not None)
         return engine
 
     def _allocate(self, config: Config, parts: Components, info: WorkerInfo, ranks: int) -> CachePlan:
         transfer = _transfer(parts)
         try:
-            plan = _divide_memory(config, parts, info, self._max_model_len)
+            plan = divide_memory(config, parts, info, self._max_model_len)
             if transfer is not None:
                 plan = replace(plan, transfer=transfer.configure(
                     TransferLayout(
@@ -255,7 +275,7 @@ def _transfer(parts: Components) -> KVTransfer | None:
     return parts.kv_transfer if parts.kv_transfer.describe().offers else None
 
 
-def _divide_memory(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:
+def divide_memory(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:
     plan: CachePlan = parts.kvcache.configure(info.cache_specs, *_cache_room(config, info, max_model_len))
     return plan
 

@@ -5,7 +5,9 @@ read, then weights are loaded, then pages are divided. What one engine is made o
 """
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from hotswap.core.config import Config, ResolvedConfig
 from hotswap.core.config.check import check_config
 from hotswap.core.engine.assembly import Assembly, BuiltEngine, build_model, nobody_for
 from hotswap.core.engine.clock import Clock, SystemClock
+from hotswap.core.engine.exchange import Exchanger, Report
 from hotswap.core.errors import ConfigError, EngineStoppedError
 from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.interfaces.kvcache import CachePlan
@@ -76,6 +79,23 @@ class Built:
             for name, live in [(None, self.fronts), *((built.replica.name, built.components) for built in self.engines)]
             for entry in live.listing()
         ]
+
+    def exchange(self, sets: Iterable[str], replica: str | None = None) -> list[Report]:
+        """Exchange parts while serving, see :meth:`Exchanger.exchange`."""
+        return self._exchanger.exchange(sets, replica)
+
+    def effective(self) -> dict[str, Any]:
+        """The config that holds now, as :meth:`ResolvedConfig.effective` gives it: the first engine's."""
+        return self.engines[0].made.resolved.effective()
+
+    def deviations(self) -> dict[str, dict[str, Any]]:
+        """By replica: the effective config of an engine whose parts are others than the first one's."""
+        first = self.effective()
+        return {built.replica.name: own for built in self.engines if (own := built.made.resolved.effective()) != first}
+
+    @cached_property
+    def _exchanger(self) -> Exchanger:
+        return Exchanger(self.engines, self.registry, self.max_model_len)
 
     def ranks(self) -> list[dict[str, Any]]:
         """What each rank of each engine holds and has done, as JSON; nothing of engines that have ended. Waits for the

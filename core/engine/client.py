@@ -85,7 +85,7 @@ class Engine:
         if self.loop.parts.observers.active:
             self.loop.parts.observers.notify("hotswap_cache_reset", time=self.loop.clock.now())
         dropped = self.loop.parts.kv.reset() + self.loop.transfers.reset()
-        self.loop.tell_events()
+        self.loop.tell_events(self.loop.parts.kv)
         return dropped
 
     @property

@@ -29,13 +29,19 @@ class Committer:
         applied = Applied([], [])
         if verdict.error is None and len(verdict.rows) != len(step.states):
             verdict.error = f"the verdict has {len(verdict.rows)} rows, the message had {len(step.states)}"
-        if verdict.error is None:
+        trial = self._lifecycle.trial
+        if trial is not None and (trial.void or verdict.error is not None and trial.step_failed(verdict.error)):
+            for state in step.states:
+                state.land()
+        elif verdict.error is None:
             self._apply_rows(step, verdict.rows, now, applied)
         else:
             self._fail_step(step, verdict.error)
         self._apply_suspensions(verdict)
         self._end_transfers(verdict)
         self._lifecycle.parts.kv.on_fence(step.step_id)
+        if trial is not None and step.states:
+            trial.steps_left -= 1
         return applied
 
     def _apply_rows(self, step: StepInFlight, rows: list[RowVerdict], now: float, applied: Applied) -> None:

@@ -11,6 +11,7 @@ from hotswap.core.engine.outputs import last_words
 from hotswap.core.engine.parts import Parts
 from hotswap.core.engine.pool import RUNNING, WAITING, RequestPool, RequestState
 from hotswap.core.engine.transfers import Transfers
+from hotswap.core.engine.trial import Trial
 from hotswap.core.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -26,10 +27,13 @@ class Lifecycle:
         """Requests that the workers must forget, to be told with the next step."""
         self.scheduler_error: str | None = None
         """The newest thing that went wrong in the scheduler."""
+        self.trial: Trial | None = None
+        """As long as parts that have just been exchanged are new."""
 
     def admit(self, state: RequestState) -> None:
-        """A request that its scheduler will not take would wait for ever: it ends."""
-        if not self.guard("admit", lambda: self.parts.scheduler.admit(state)) and state.id in self.pool.states:
+        """A request that its scheduler will not take would wait for ever: it ends. One on trial will soon be gone."""
+        taken = self.guard("admit", lambda: self.parts.scheduler.admit(state))
+        if not taken and self.trial is None and state.id in self.pool.states:
             self.finish(state, FinishReason.ERROR, self.scheduler_error)
 
     def let_children_go(self, state: RequestState) -> None:
@@ -80,6 +84,8 @@ class Lifecycle:
         except Exception as error:
             self.scheduler_error = blame(error, self.parts.scheduler, method)
             logger.exception("%s", self.scheduler_error)
+            if self.trial is not None:
+                self.trial.fail(self.scheduler_error)
             return False
         return True
 

@@ -18,6 +18,7 @@ from hotswap.core.engine.parts import Parts
 from hotswap.core.engine.pool import RequestState, StepInFlight
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import RequestError
+from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.parallel import EventListener
 from hotswap.core.interfaces.scheduler import StepOutcome
@@ -89,6 +90,8 @@ class EngineLoop:
     # the loop
 
     def turn(self) -> bool:
+        if self.lifecycle.trial is not None and self.lifecycle.trial.ends():
+            self.lifecycle.trial = None
         did = len(self.in_flight) < self.depth and self.plan_and_submit()
         if self.in_flight and (not did or len(self.in_flight) >= self.depth):
             self.collect()
@@ -102,6 +105,11 @@ class EngineLoop:
     @property
     def limits(self) -> Limits:
         return self.lifecycle.limits
+
+    @property
+    def hears_pages(self) -> bool:
+        """Whether anybody listens to what happens to cached pages."""
+        return self.parts.observers.active or bool(self._listeners)
 
     @property
     def last_plan_error(self) -> str | None:
@@ -147,6 +155,16 @@ class EngineLoop:
         self._submit(message, states, now)
         return True
 
+    def submit_operations(self, message: StepMessage) -> None:
+        """A step without rows that no scheduler has planned."""
+        message.drops, self.lifecycle.drops = self.lifecycle.drops, []
+        message.transfer = self.transfers.message(message.step_id)
+        now = self.clock.now()
+        if self.parts.observers.active:
+            self.parts.observers.notify(
+                "hotswap_step_planned", message=message, holds=[], time=now, duration=0.0, suspensions=[])
+        self._submit(message, [], now)
+
     def _submit(self, message: StepMessage, states: list[RequestState], now: float) -> None:
         self.submitted = message.step_id
         ticket = self.parts.executor.submit(message)
@@ -167,7 +185,9 @@ class EngineLoop:
         if self.parts.observers.active:
             self.parts.observers.notify(
                 "hotswap_plan_failed", component=scheduler.label, error=problem, time=context.now)
-        if self.failed_plans >= PLAN_ATTEMPTS and not self.in_flight:
+        if self.lifecycle.trial is not None:
+            self.lifecycle.trial.fail(problem)
+        elif self.failed_plans >= PLAN_ATTEMPTS and not self.in_flight:
             self.failed_plans = 0
             self.finish_all(FinishReason.ERROR, problem)
 
@@ -187,8 +207,8 @@ class EngineLoop:
             StepOutcome(step.step_id, now, kept, duration)))
         if self.parts.observers.active:
             self._report(step, verdict, voided, now, duration)
-        if self.parts.observers.active or self._listeners:
-            self.tell_events()
+        if self.hears_pages:
+            self.tell_events(self.parts.kv)
         if step.states:
             self.progress_at = now
 
@@ -203,9 +223,9 @@ class EngineLoop:
             self.parts.observers.notify(
                 "hotswap_transfers_ended", counters=self.transfers.counters(), time=now)
 
-    def tell_events(self) -> None:
+    def tell_events(self, kv: KVCacheManager) -> None:
         """What has happened to cached pages since the last time, to those who listen."""
-        events = self.parts.kv.events()
+        events = kv.events()
         if not events:
             return
         if self.parts.observers.active:

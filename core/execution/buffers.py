@@ -3,7 +3,7 @@
 A step's inputs are gathered from these arrays, so that the host needs to send neither tokens nor slots.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +66,10 @@ class RequestTable:
 
     def __len__(self) -> int:
         return len(self._residents)
+
+    def __iter__(self) -> Iterator[str]:
+        """The requests that are here."""
+        return iter(self._residents)
 
     def get(self, request: str) -> Resident | None:
         return self._residents.get(request)

@@ -22,8 +22,9 @@ class PagedCache:
 
     def __init__(
         self, backend: AttentionBackend, specs: Sequence[CacheSpec], shapes: dict[str, GroupShape], plan: CachePlan,
-        limits: BatchLimits, max_tokens: int,
+        limits: BatchLimits, max_tokens: int, kept: "PagedCache | None" = None,
     ) -> None:
+        """``kept``: another one of the same ``plan``, whose tensors are taken over with what is in them."""
         self._backend = backend
         self._states: dict[str, Any] = {}
         self._layers: dict[int, _Layer] = {}
@@ -35,7 +36,9 @@ class PagedCache:
             bounded = replace(limits, max_pages_per_row=-(-max_tokens // share.page_size))
             state = self._states[spec.group] = backend.bind(spec.group, shape, bounded)
             for layer in spec.layers:
-                self._layers[layer] = _Layer(state, backend.allocate(shape, share.num_pages, bounded))
+                tensors = kept._layers[layer].cache if kept is not None else (
+                    backend.allocate(shape, share.num_pages, bounded))
+                self._layers[layer] = _Layer(state, tensors)
 
     @property
     def num_bytes(self) -> int:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
 from hotswap.core.execution.device import choose_device, choose_dtype, free_bytes, memory_errors
 from hotswap.core.execution.graphs import GraphDevice, StepGraphs, capturing_device, reserve_bytes
+from hotswap.core.execution.placed import Placed, check_needs, check_support, keys_for
 from hotswap.core.execution.runner import ModelRunner
 from hotswap.core.execution.speculation import Speculation, SpeculatorCache
 from hotswap.core.execution.static import GraphKey
@@ -27,7 +28,7 @@ from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.parallel import RankPlan, RankReport, WorkerInfo, WorkerRecipe
-from hotswap.core.interfaces.speculator import DraftRow, Drawn, Speculator, SpeculatorNeeds, SpeculatorServices
+from hotswap.core.interfaces.speculator import DraftRow, Drawn, Speculator, SpeculatorServices
 from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class WorkerBuilder:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)  # a property of the calling thread
         self.loading.build(lambda: self._build(mesh, settings))
-        check_support(self.attention, model.attention_shapes({}), settings)
+        check_support(self.attention, model.attention_shapes({}), settings.device, settings.dtype)
         worker = ModelWorker(  # before the weights, since a speculator may refuse the target
             model, model.facts(self.checkpoint.config), self.attention, self.speculator, self.processors, settings,
             self.clock or SystemClock().now, mesh, rank, self.checkpoint,
@@ -191,41 +192,108 @@ class ModelWorker:
         mesh: Mesh = LOCAL_MESH, rank: int = 0, checkpoint: "Checkpoint | None" = None,
         transfer: TransferWorker | None = None,
     ) -> None:
-        self._model, self._facts, self._attention = model, facts, attention
+        self._model, self._facts, self._checkpoint = model, facts, checkpoint
         self._settings, self._clock, self._transfer = settings, clock, transfer
-        self._mesh, self._rank, self._weight_bytes, self._kv_bytes = mesh, rank, 0, 0
+        self._mesh, self._rank, self._weight_bytes = mesh, rank, 0
         self._keys = self._keys_to_capture()
         self._graph_device = capturing_device(settings.device) if self._keys else None
         self._chooser = TokenChooser(
             processors if mesh.is_last and mesh.leads else (), facts.vocab_size, settings.device)
-        self._speculator, self._own_cache = speculator, SpeculatorCache(settings.device)
+        self._placed = self._place(attention, speculator, self._keys)
+        self._prepared: Placed | None = None
+        self._former: Placed | None = None
+        self._cache: PagedCache | None = None
+        self._table: RequestTable | None = None
+        self._runner: ModelRunner | None = None
+
+    def _place(self, attention: AttentionBackend, speculator: Speculator, keys: tuple[GraphKey, ...]) -> Placed:
+        """Bind both to the model, which need not be loaded. ConfigError for what does not fit."""
+        settings, mesh, own_cache = self._settings, self._mesh, SpeculatorCache(self._settings.device)
         if mesh.is_first:
             speculator.bind(SpeculatorServices(
-                facts.vocab_size, settings.device, settings.dtype, settings.max_model_len, model, facts, checkpoint,
-                partial(model_for, fallback=settings.fallback), self._own_cache, self._draw,
-                first_layer=facts.num_layers, capture=self._graph_device.capture if self._graph_device else None))
-        self._needs = speculator.needs()
-        check_needs(speculator, self._needs, model, mesh)
-        check_support(attention, dict(self._needs.shapes), settings)
-        self._runner: ModelRunner | None = None
+                self._facts.vocab_size, settings.device, settings.dtype, settings.max_model_len, self._model,
+                self._facts, self._checkpoint, partial(model_for, fallback=settings.fallback), own_cache, self._draw,
+                first_layer=self._facts.num_layers,
+                capture=self._graph_device.capture if self._graph_device else None))
+        needs = speculator.needs()
+        check_needs(speculator, needs, self._model, mesh)
+        check_support(attention, needs.shapes, settings.device, settings.dtype)
+        return Placed(attention, speculator, needs, own_cache, keys)
 
     def loaded(self, weight_bytes: int) -> None:
         """The model has its weights; the speculator takes its own."""
         self._weight_bytes = weight_bytes
         if self._mesh.is_first:
-            self._speculator.load()
+            self._placed.speculator.load()
 
     def info(self) -> WorkerInfo:
+        return self._info(self._placed)
+
+    def _info(self, placed: Placed) -> WorkerInfo:
+        needs = placed.needs
         return WorkerInfo(
-            facts=self._facts, cache_specs=(*self._model.cache_specs(), *self._needs.cache_specs),
-            page_sizes=self._attention.support().page_sizes, lookahead=self._needs.lookahead,
-            reuse_tail=self._needs.reuse_tail, free_bytes=self._free_bytes(),
+            facts=self._facts, cache_specs=(*self._model.cache_specs(), *needs.cache_specs),
+            page_sizes=placed.attention.support().page_sizes, lookahead=needs.lookahead,
+            reuse_tail=needs.reuse_tail, free_bytes=self._free_bytes(placed),
             max_model_len=self._settings.max_model_len,
         )
 
+    def prepare(self, parts: Mapping[str, Component]) -> WorkerInfo:
+        """Beside the steps, on another thread: nothing that these use is changed."""
+        self._prepared, now = None, self._placed
+        if not parts:
+            return self._info(now)
+        attention = cast(AttentionBackend, parts.get(AttentionBackend.kind, now.attention))
+        speculator = cast(Speculator, parts.get(Speculator.kind, now.speculator))
+        lookahead, most = speculator.needs().lookahead, self._settings.max_batch_tokens
+        keys = keys_for(self._keys, attention, lookahead, most)
+        shapes = self._model.attention_shapes({})
+        check_support(attention, shapes, self._settings.device, self._settings.dtype)
+        if speculator is now.speculator:
+            check_support(attention, now.needs.shapes, self._settings.device, self._settings.dtype)
+            prepared = replace(now, attention=attention, keys=keys)
+        else:
+            prepared = self._place(attention, speculator, keys)
+            if self._mesh.is_first:
+                speculator.load()
+        self._prepared = prepared
+        return self._info(prepared)
+
+    @memory_errors()
+    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
+        if back:
+            target, self._former = self._former or self._placed, None
+        else:
+            target, self._former = self._prepared or self._placed, self._placed
+            self._prepared = None
+        self._forget_all()
+        kept = self._cache if keeps_pages else None
+        if kept is None:
+            self._cache = None  # before there is another, so that there is room for it
+        self._placed = target
+        self._assemble(plan, kept)
+
+    def settle(self) -> None:
+        self._former = None
+
+    def _forget_all(self) -> None:
+        """All requests: they come again as new. A part that is exchanged back finds none of what it knew of them."""
+        residents, self._runner, self._table = list(self._table or ()), None, None
+        for request in residents:
+            self._chooser.end(request)
+        try:
+            self._placed.speculator.forget(residents)
+        except Exception:
+            logger.exception("%s raised in forget; it is exchanged, so nobody is told", self._placed.speculator.label)
+
     @memory_errors()
     def allocate(self, plan: CachePlan) -> None:
-        settings, needs = self._settings, self._needs
+        self._assemble(plan, None)
+
+    def _assemble(self, plan: CachePlan, kept: PagedCache | None) -> None:
+        """Make a runner of the parts that are in place. ``kept``: the tensors that hold the pages of ``plan`` already.
+        """
+        settings, needs = self._settings, self._placed.needs
         max_tokens = settings.max_model_len + needs.lookahead + 1  # drafts, and the token after the last
         page_sizes = {group: share.page_size for group, share in plan.groups.items()}
         shapes = self._model.attention_shapes(page_sizes) | {
@@ -236,19 +304,21 @@ class ModelWorker:
             settings.max_batch_tokens + behind, settings.max_running, max_pages_per_row=0, device=settings.device,
             dtype=settings.dtype)
         specs, own = [*self._model.cache_specs(), *needs.cache_specs], [spec.group for spec in needs.cache_specs]
-        cache = PagedCache(self._attention, specs, shapes, plan, limits, max_tokens)
+        cache = PagedCache(self._placed.attention, specs, shapes, plan, limits, max_tokens, kept)
         if self._transfer is not None:
-            self._transfer.register(cache.pages({spec.group: self._kv_heads(spec) for spec in specs}), plan.transfer)
+            if kept is None:
+                pages = cache.pages({spec.group: self._kv_heads(spec) for spec in specs})
+                self._transfer.register(pages, plan.transfer)
             if self._transfer.layerwise:
                 cache.watch_layers(self._transfer)
-        self._kv_bytes = cache.num_bytes
-        table = RequestTable(plan, settings.max_running, max_tokens, lagging=own)
-        self._own_cache.attach(own, table, cache)
-        speculation = Speculation(self._speculator, self._facts.vocab_size, self._mesh.is_first)
+        self._cache = cache
+        self._table = table = RequestTable(plan, settings.max_running, max_tokens, lagging=own)
+        self._placed.own_cache.attach(own, table, cache)
+        speculation = Speculation(self._placed.speculator, self._facts.vocab_size, self._mesh.is_first)
         self._runner = ModelRunner(
             self._model, cache, table, speculation, self._chooser, settings.device, self._clock, self._mesh,
             (self._facts.hidden_size, getattr(torch, settings.dtype)), self._transfer)
-        if self._graph_device is not None:
+        if self._graph_device is not None and self._placed.keys:
             self._capture(self._runner, self._graph_device, table, cache, shapes)
 
     def _keys_to_capture(self) -> tuple[GraphKey, ...]:
@@ -269,16 +339,17 @@ class ModelWorker:
         self, runner: ModelRunner, device: GraphDevice, table: RequestTable, cache: PagedCache,
         shapes: dict[str, GroupShape],
     ) -> None:
-        settings, step = self._settings, self._needs.step
+        settings, placed = self._settings, self._placed
+        step = placed.needs.step
         windows = {group: shape.window for group, shape in shapes.items()}
-        own = {spec.group: windows.pop(spec.group) for spec in self._needs.cache_specs}
-        runner.graphs = StepGraphs(self._keys, device, table, cache, windows, runner.forward, settings.device)
+        own = {spec.group: windows.pop(spec.group) for spec in placed.needs.cache_specs}
+        runner.graphs = StepGraphs(placed.keys, device, table, cache, windows, runner.forward, settings.device)
         with torch.inference_mode():
-            runner.graphs.capture(settings.progress, self._graph_bytes())
+            runner.graphs.capture(settings.progress, self._graph_bytes(placed))
             if step is not None:
-                keys = [key for key in self._keys if key.queries == 1]
-                self._own_cache.capture(step, keys, device, own, settings.progress, self._draft_graph_bytes())
-                runner.draft_graphs = self._own_cache.graphs
+                keys = [key for key in placed.keys if key.queries == 1]
+                placed.own_cache.capture(step, keys, device, own, settings.progress, self._draft_graph_bytes(placed))
+                runner.draft_graphs = placed.own_cache.graphs
 
     def execute(self, message: StepMessage) -> Verdict:
         assert self._runner is not None, "execute before allocate"
@@ -305,7 +376,7 @@ class ModelWorker:
             self._runner.graph_totals() if self._runner else {})
 
     def close(self) -> None:
-        self._runner = None
+        self._runner = self._cache = None
         if self._transfer is not None:
             self._transfer.close()
 
@@ -317,13 +388,18 @@ class ModelWorker:
             return AxisShard(0, spec.kv_heads, spec.kv_heads)
         return AxisShard(shard.start, shard.count, total)
 
-    def _free_bytes(self) -> int:
-        """What is left for pages: a share of the free memory, less what a step's activations and logits take."""
+    @property
+    def _kv_bytes(self) -> int:
+        return self._cache.num_bytes if self._cache is not None else 0
+
+    def _free_bytes(self, placed: Placed) -> int:
+        """What is left for pages: a share of the memory that is free but for them, less what a step's activations and
+        logits take."""
         settings, facts = self._settings, self._facts
-        logits = 3 * settings.max_running * (self._needs.lookahead + 1) * facts.vocab_size * 4
-        graphs = self._graph_bytes() + self._draft_graph_bytes()
+        logits = 3 * settings.max_running * (placed.needs.lookahead + 1) * facts.vocab_size * 4
+        graphs = self._graph_bytes(placed) + self._draft_graph_bytes(placed)
         reserve = settings.max_batch_tokens * self._bytes_per_token() + logits + graphs
-        return max(0, int(free_bytes(settings.device) * settings.memory_fraction) - reserve)
+        return max(0, int((free_bytes(settings.device) + self._kv_bytes) * settings.memory_fraction) - reserve)
 
     def _bytes_per_token(self) -> int:
         """Of a step's activations, about."""
@@ -331,34 +407,15 @@ class ModelWorker:
         itemsize: int = getattr(torch, self._settings.dtype).itemsize
         return (8 * facts.hidden_size + (facts.mlp_width or 12 * facts.hidden_size)) * itemsize
 
-    def _graph_bytes(self) -> int:
-        return reserve_bytes(self._keys, self._facts.num_layers, self._bytes_per_token())
+    def _graph_bytes(self, placed: Placed) -> int:
+        return reserve_bytes(placed.keys, self._facts.num_layers, self._bytes_per_token())
 
-    def _draft_graph_bytes(self) -> int:
+    def _draft_graph_bytes(self, placed: Placed) -> int:
         """A draft model's activations are taken to be as wide as the target's."""
-        if self._needs.step is None:
+        if placed.needs.step is None:
             return 0
-        layers = sum(len(spec.layers) for spec in self._needs.cache_specs)
-        return reserve_bytes([key for key in self._keys if key.queries == 1], layers, self._bytes_per_token())
-
-
-def check_needs(speculator: Speculator, needs: SpeculatorNeeds, model: Model, mesh: Mesh) -> None:
-    """ConfigError for what ``speculator`` wants and ``model`` does not give, or has already."""
-    if (needs.taps or needs.cache_specs) and not (mesh.is_first and mesh.is_last):
-        raise ConfigError(
-            f"{speculator.label} reads hidden states or keeps a cache, which several stages do not give it; choose a "
-            "speculator that needs neither, or one stage", "speculator")
-    if unknown := [tap for tap in needs.taps if tap not in model.taps()]:
-        raise ConfigError(
-            f"{speculator.label} reads the hidden states {', '.join(unknown)}, but {model.label} gives "
-            f"{', '.join(model.taps()) or 'none'}; choose layers that the model has, or another speculator",
-            "speculator")
-    groups = {spec.group for spec in model.cache_specs()}
-    layers = {layer for spec in model.cache_specs() for layer in spec.layers}
-    for spec in needs.cache_specs:
-        assert spec.group not in groups and layers.isdisjoint(spec.layers), f"{speculator.label} claims {spec} twice"
-        groups.add(spec.group)
-        layers.update(spec.layers)
+        layers = sum(len(spec.layers) for spec in placed.needs.cache_specs)
+        return reserve_bytes([key for key in placed.keys if key.queries == 1], layers, self._bytes_per_token())
 
 
 def model_for(checkpoint: "Checkpoint", fallback: str | None = None) -> Model:
@@ -375,26 +432,3 @@ def model_for(checkpoint: "Checkpoint", fallback: str | None = None) -> Model:
             f"it; there are {', '.join(known)}", "speculator")
     model: Model = registry.build("model", ComponentRef(use=use), "speculator")
     return model
-
-
-def check_support(attention: AttentionBackend, shapes: dict[str, GroupShape], settings: WorkerSettings) -> None:
-    """ConfigError that lists everything the model needs and ``attention`` does not do, before any request meets it."""
-    support = attention.support()
-    problems = []
-
-    def need(what: str, value: object, allowed: Sequence[object] | None) -> None:
-        if allowed is not None and value not in allowed:
-            problems.append(f"{what} {value} (it takes {', '.join(map(str, allowed))})")
-
-    need("device", settings.device.partition(":")[0], support.devices)
-    need("dtype", settings.dtype, support.dtypes)
-    for shape in shapes.values():
-        need("head size", shape.head_dim, support.head_dims)
-        if shape.window is not None and not support.windows:
-            problems.append(f"a sliding window of {shape.window}")
-        if shape.softcap is not None and not support.softcap:
-            problems.append(f"a softcap of {shape.softcap}")
-    if problems:
-        raise ConfigError(
-            f"{attention.label} does not support what this model needs: {'; '.join(dict.fromkeys(problems))}. "
-            "Choose another backend", "attention")

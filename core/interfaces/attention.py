@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.component import Component, Exchange
 from hotswap.core.interfaces.layout import BatchLayout
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class AttentionBackend(Component):
 
     kind: ClassVar[str] = "attention"
     contract: ClassVar[str] = "attention/1"
+    exchangeable: ClassVar[Exchange] = Exchange.WORKERS
 
     @abstractmethod
     def support(self) -> AttentionSupport: ...

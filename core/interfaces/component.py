@@ -11,6 +11,7 @@ Core never asks a component's name. It asks what the component *offers* and *req
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_serializer, model_validator
@@ -99,6 +100,20 @@ class Origin:
     contract: str
 
 
+class Exchange(Enum):
+    """How the components of a kind are exchanged while serving.
+
+    NEVER: with a restart. BETWEEN_STEPS: on the host, whatever is in flight; what it keeps it can lose. DRAINED: on the
+    host, once every step in flight has been collected. WORKERS: on every rank, once every step has been collected; it
+    is built and loaded there beside serving. A component that is a part of another is exchanged with its holder.
+    """
+
+    NEVER = "never"
+    BETWEEN_STEPS = "between steps"
+    DRAINED = "drained"
+    WORKERS = "workers"
+
+
 class Component(ABC):
     """Base class of every part.
 
@@ -108,6 +123,8 @@ class Component(ABC):
 
     kind: ClassVar[str]
     contract: ClassVar[str]  # "scheduler/1"
+    exchangeable: ClassVar[Exchange] = Exchange.NEVER
+    """Set once, in the kind's interface."""
     Options: ClassVar[type[ComponentOptions]] = ComponentOptions
     RequestOptions: ClassVar[type[RequestOptions] | None] = None
     origin: Origin | None = None

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.component import Component, Exchange
 from hotswap.core.interfaces.scheduler import Answer
 
 Fence = int | str
@@ -173,6 +173,7 @@ class KVCacheManager(Component):
 
     kind: ClassVar[str] = "kvcache"
     contract: ClassVar[str] = "kvcache/1"
+    exchangeable: ClassVar[Exchange] = Exchange.DRAINED
 
     @abstractmethod
     def configure(self, specs: Sequence[CacheSpec], num_bytes: int, constraints: CacheConstraints) -> CachePlan:
@@ -237,11 +238,14 @@ class KVCacheManager(Component):
         """``fence`` has passed."""
 
     def handover(self) -> KVState:
-        """Everything a successor needs; only when drained. Optional ("handover"); core does not call it yet."""
+        """Everything a successor needs; only when drained. Optional ("handover").
+
+        What it returns is a copy: it goes on as before where the successor refuses."""
         raise NotImplementedError(f"{type(self).__name__} does not offer handover")
 
     def adopt(self, state: KVState) -> None:
-        """Take over tables and cached pages. Optional ("handover"); core does not call it yet."""
+        """Take over tables and cached pages. Optional ("handover"). KVInvariantError, with nothing changed, where it
+        cannot: what runs is then computed again."""
         raise NotImplementedError(f"{type(self).__name__} does not offer handover")
 
     @abstractmethod

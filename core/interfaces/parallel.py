@@ -6,7 +6,7 @@ runs one engine loop's workers, a deployment runs several engines behind a route
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -157,6 +157,12 @@ class Worker(Protocol):
 
     def execute(self, message: StepMessage) -> Verdict: ...
 
+    def prepare(self, parts: Mapping[str, Component]) -> WorkerInfo:
+        """See :meth:`Executor.prepare`. Called beside ``execute``, from another thread."""
+
+    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None: ...
+    def settle(self) -> None: ...
+
     def join(self) -> None:
         """Take part, without rows of its own, in a step of another engine; see :class:`Across`."""
 
@@ -191,7 +197,8 @@ class Executor(Component):
     Tickets are collected in the order of submission. A worker that dies makes ``collect`` raise EngineStoppedError and
     ``health`` say why.
 
-    Offers (in ``describe().offers``) may include "ranks": it runs more than one rank. Shard strategies require it.
+    Offers (in ``describe().offers``) may include "ranks": it runs more than one rank, which shard strategies require;
+    and "exchange": parts of its workers can be exchanged while they serve.
     """
 
     kind: ClassVar[str] = "executor"
@@ -205,6 +212,22 @@ class Executor(Component):
     def allocate(self, plan: CachePlan) -> None:
         """Pages have been divided: make room for them on every rank. MemoryError where one has not enough, ConfigError
         as a rank raised it, EngineStoppedError where one has failed."""
+
+    def prepare(self, parts: Mapping[str, Component]) -> WorkerInfo:
+        """On every rank, beside the steps that it computes: build and load ``parts`` (by kind), of what ``exchange``
+        will put in place. What was prepared before is let go. Returns what ``launch`` would have. ConfigError for what
+        does not fit: nothing is prepared then. From any thread. Only where "exchange" is offered."""
+        raise NotImplementedError(f"{type(self).__name__} does not offer exchange")
+
+    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
+        """With no step in flight: every rank takes up what was prepared, with the pages of ``plan``, and forgets all
+        requests. ``keeps_pages``: they are those that it has, and what they hold stays. ``back``: it takes up again
+        what the last exchange took away, also where that one has raised. A rank that raises lets all raise."""
+        raise NotImplementedError(f"{type(self).__name__} does not offer exchange")
+
+    def settle(self) -> None:
+        """The last exchange will not be taken back: what it took away is let go."""
+        raise NotImplementedError(f"{type(self).__name__} does not offer exchange")
 
     @abstractmethod
     def submit(self, message: StepMessage) -> Ticket: ...

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.component import Component, Exchange
 
 
 class Answer(Enum):
@@ -180,6 +180,7 @@ class Scheduler(Component):
 
     kind: ClassVar[str] = "scheduler"
     contract: ClassVar[str] = "scheduler/1"
+    exchangeable: ClassVar[Exchange] = Exchange.BETWEEN_STEPS
 
     @abstractmethod
     def admit(self, view: RequestView) -> None: ...

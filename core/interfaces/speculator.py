@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from hotswap.core.interfaces.attention import GroupShape
-from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.component import Component, Exchange
 from hotswap.core.interfaces.kvcache import CacheSpec
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ class Speculator(Component):
 
     kind: ClassVar[str] = "speculator"
     contract: ClassVar[str] = "speculator/1"
+    exchangeable: ClassVar[Exchange] = Exchange.WORKERS
 
     @abstractmethod
     def needs(self) -> SpeculatorNeeds: ...

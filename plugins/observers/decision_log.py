@@ -131,8 +131,12 @@ class DecisionLog(Observer):
         self._write("leak", time, owners=owners)
 
     @hookimpl
-    def hotswap_component_exchanged(self, kind: str, old: str, new: str, time: float) -> None:
-        self._write("exchange", time, kind=kind, old=old, new=new)
+    def hotswap_component_exchanged(
+        self, path: str, kind: str, old: str, new: str, options: dict[str, Any], pause: float, handed_over: int,
+        recomputed: int, problem: str, time: float,
+    ) -> None:
+        self._write("exchange", time, path=path, kind=kind, old=old, new=new, options=options, pause=pause,
+                    handed_over=handed_over, recomputed=recomputed, problem=problem)
 
     def _write(self, event: str, time: float, **fields: Any) -> None:
         if self._file is None:

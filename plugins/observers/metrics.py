@@ -61,6 +61,9 @@ _COUNTERS = {
     "failed_plans": "Plans that were undone because the scheduler raised.",
     "evicted_pages": "Cached pages given to other requests.",
     "leaked_pages": "Pages that were held although nothing ran, and were given back.",
+    "component_exchanges": "Components exchanged while serving.",
+    "component_rollbacks": "Components that failed in their first steps after an exchange, and gave way again.",
+    "exchange_recomputed_requests": "Requests that lost their pages in an exchange and were computed again.",
 }
 
 
@@ -129,6 +132,8 @@ class Metrics(Observer):
         self._last_tokens = LastTokens()
         self._kv_usage = 0.0
         self._transfers: Mapping[str, int] = {}
+        self._last_pause = 0.0
+        self._exchanged_at: float | None = None
         self._model = self._replica = ""
         self._prefixes = ["hotswap:", "vllm:"] if self.options.vllm_alias else ["hotswap:"]
         self.registry = CollectorRegistry()
@@ -211,6 +216,13 @@ class Metrics(Observer):
     def hotswap_pages_leaked(self, owners: dict[str, int], time: float) -> None:
         self._counts["leaked_pages"] += sum(owners.values())
 
+    @hookimpl
+    def hotswap_component_exchanged(self, pause: float, recomputed: int, problem: str, time: float) -> None:
+        self._counts["component_rollbacks" if problem else "component_exchanges"] += 1
+        if time != self._exchanged_at:  # several in one exchange
+            self._counts["exchange_recomputed_requests"] += recomputed
+        self._exchanged_at, self._last_pause = time, pause
+
     def _observe_gaps(self, verdict: Verdict, time: float) -> None:
         rows = verdict.rows
         several = {row.request: len(row.kept) for row in rows if len(row.kept) > 1}
@@ -276,6 +288,7 @@ class Metrics(Observer):
             "num_requests_running": ("Requests that hold cache pages.", running),
             "num_requests_waiting": ("Requests that wait.", len(live) - running),
             "kv_cache_usage_perc": ("Pages that are not free for the taking, 1 is all.", self._kv_usage),
+            "exchange_last_pause_seconds": ("Time without a step in the last exchange of parts.", self._last_pause),
         }
         drafts, positions = self._drafts, self._drafts.by_position
         counts = {

@@ -1,7 +1,7 @@
 """One worker on a thread of the engine's own process: one device, no collectives."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from hotswap.core.errors import ConfigError, EngineStoppedError
-from hotswap.core.interfaces.component import ComponentOptions
+from hotswap.core.interfaces.component import Component, ComponentOptions, Description
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.parallel import (
@@ -71,6 +71,19 @@ class InlineExecutor(Executor):
 
     def allocate(self, plan: CachePlan) -> None:
         self._put(lambda worker: worker.allocate(plan)).result()
+
+    def describe(self) -> Description:
+        return Description(offers=frozenset({"exchange"}))
+
+    def prepare(self, parts: Mapping[str, Component]) -> WorkerInfo:
+        worker: Worker = self._put(lambda worker: worker).result()
+        return worker.prepare(parts)
+
+    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
+        self._put(lambda worker: worker.exchange(plan, keeps_pages, back)).result()
+
+    def settle(self) -> None:
+        self._put(lambda worker: worker.settle()).result()
 
     def submit(self, message: StepMessage) -> Ticket:
         self._next += 1

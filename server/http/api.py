@@ -36,6 +36,7 @@ class Api:
         self.frontend = Frontend(served)
         self.texts = TokenTexts(served.tokenizer)
         self.keys = Keys(settings.api_keys)
+        self.admin_keys = Keys({} if settings.admin_key is None else {settings.admin_key: "admin"})
         self.draining = False
         self.started_at = int(served.clock.wall())
         self._unknown = UnknownFields(settings.strict_fields)

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Probes carry no key."""
+ADMIN_PREFIX = "/admin/"
+"""Paths that need the admin key, and no other, where there is one; else there are no such paths."""
 
 
 class RequestId:
@@ -72,8 +74,9 @@ class Keys:
 class Gate:
     """Lets in who has a key, while the server takes requests. Sets ``state.tenant``."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, draining: Callable[[], bool]) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, draining: Callable[[], bool], admin_keys: Keys | None = None) -> None:
         self._app, self._keys, self._draining = app, keys, draining
+        self._admin_keys = admin_keys or Keys({})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -87,8 +90,13 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         scope["state"]["tenant"] = ""
-        if len(self._keys):
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        if len(self._admin_keys) and scope["path"].startswith(ADMIN_PREFIX):
+            if scheme.lower() != "bearer" or self._admin_keys.tenant(key.strip()) is None:
+                return ApiError(
+                    403, "The server's admin key is needed: send it as 'Authorization: Bearer KEY'.",
+                    code="invalid_admin_key")
+        elif len(self._keys):
             tenant = self._keys.tenant(key.strip()) if scheme.lower() == "bearer" else None
             if tenant is None:
                 return ApiError(

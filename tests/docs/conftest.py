@@ -45,7 +45,7 @@ def routes():
     from hotswap.server.app import create_app
     from hotswap.server.served import Served
 
-    app = create_app(Served("m", None, _NoTokenizer(), 1, 1), ServerSection())
+    app = create_app(Served("m", None, _NoTokenizer(), 1, 1), ServerSection(admin_key="k"))
     methods = {route.path: next(iter(route.methods - {"HEAD"})) for route in app.routes}
     return {path.replace(":path", ""): method for path, method in methods.items()}
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.execution.worker import ModelWorker, WorkerSettings, check_support
+from hotswap.core.execution.placed import check_support
+from hotswap.core.execution.worker import ModelWorker, WorkerSettings
 from hotswap.core.interfaces.attention import AttentionSupport, GroupShape
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import StepMessage
@@ -273,12 +274,12 @@ class Narrow(TorchAttention):
 def test_everything_that_a_backend_does_not_support_is_listed_at_the_start():
     shapes = {"full": GroupShape(4, 2, 80, 0, 1.0, softcap=30.0), "window": GroupShape(4, 2, 80, 0, 1.0, window=128)}
     with pytest.raises(ConfigError) as caught:
-        check_support(Narrow(), shapes, SETTINGS)
+        check_support(Narrow(), shapes, SETTINGS.device, SETTINGS.dtype)
     message = str(caught.value)
     for part in ("attention:Narrow", "device cpu", "dtype bfloat16", "head size 80 (it takes 64, 128)", "window of 128",
                  "softcap of 30.0"):
         assert part in message
-    check_support(TorchAttention(), shapes, SETTINGS)
+    check_support(TorchAttention(), shapes, SETTINGS.device, SETTINGS.dtype)
 
 
 def test_info_leaves_room_for_activations_and_logits(model):

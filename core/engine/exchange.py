@@ -1,0 +1,275 @@
+"""Exchanging parts of engines that serve: checked as a whole, prepared beside serving, put in place between two steps.
+
+One exchange at a time. Of several engines one after the other exchanges its parts, each wholly or not at all.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from hotswap.core.config.changes import SIZES_OF_THE_CACHE, Difference, changed, differences
+from hotswap.core.config.check import Components, check_config
+from hotswap.core.engine.assembly import BuiltEngine, Made, divide_memory
+from hotswap.core.engine.switch import Effect, Switch, carry_out
+from hotswap.core.engine.trial import Trial, TriedKV
+from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError
+from hotswap.core.interfaces.attention import AttentionBackend
+from hotswap.core.interfaces.component import Component, Exchange
+from hotswap.core.live import LiveComponents
+from hotswap.core.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+LOOP_TIMEOUT_S = 600.0
+"""For the exchange itself: steps are collected, graphs captured."""
+TRIAL_TIMEOUT_S = 10.0
+"""How long the answer waits for the first steps of the new parts."""
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one engine has exchanged. ``proven``: the new parts have come through their first steps; False: nothing ran
+    that could prove them yet."""
+
+    replica: str
+    parts: tuple[Difference, ...]
+    effect: Effect = field(default_factory=Effect)
+    proven: bool = False
+    notes: tuple[str, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "replica": self.replica, "exchanged": [part._asdict() for part in self.parts],
+            "pause_ms": round(1000 * self.effect.pause_s, 3), "handed_over": self.effect.handed_over,
+            "recomputed": self.effect.recomputed, "proven": self.proven, "notes": list(self.notes)}
+
+
+class Exchanger:
+    """For the engines of one process. Its methods may be called from any thread."""
+
+    def __init__(self, engines: Sequence[BuiltEngine], registry: Registry, max_model_len: int) -> None:
+        self._engines, self._registry, self._max_model_len = engines, registry, max_model_len
+        self._lock = threading.Lock()
+
+    def exchange(self, sets: Iterable[str], replica: str | None = None) -> list[Report]:
+        """Exchange what ``sets`` ("scheduler.policy=fair_share") name, in every engine or in the one called
+        ``replica``.
+
+        ConfigError: refused, and nothing has changed. ExchangeError: a new part has failed, and the old one is back.
+        """
+        sets, reports = list(sets), list[Report]()
+        with self._lock:
+            chosen = [built for built in self._engines if replica in (None, built.replica.name)]
+            if not chosen:
+                names = ", ".join(repr(built.replica.name) for built in self._engines)
+                raise ConfigError(f"there is no engine {replica!r}; there are {names}", "replica")
+            for one in [EngineExchange(built, sets, self._registry, self._max_model_len) for built in chosen]:
+                try:
+                    reports.append(one.carry_out())
+                except (ConfigError, ExchangeError) as error:
+                    if isinstance(error, ConfigError) and not reports:
+                        raise
+                    raise ExchangeError(f"{_named(one.built)}{error}", reports) from error
+        return reports
+
+
+class EngineExchange:
+    """One engine's exchange. ConfigError from the start for everything that can be refused without loading anything.
+
+    The old combination is built anew beside the new one: it comes back where that fails, since what the old parts know
+    is out of date by then.
+    """
+
+    def __init__(self, built: BuiltEngine, sets: Sequence[str], registry: Registry, max_model_len: int) -> None:
+        self.built, self.old, self._max_model_len = built, built.made, max_model_len
+        if (failure := built.engine.failure) is not None:
+            raise EngineStoppedError(failure)
+        self._resolved = changed(self.old.resolved, sets)
+        config = self._resolved.config.model_copy(update={"parallel": self.old.config.parallel})
+        self._target = check_config(config, registry, built.around)
+        self._spare = check_config(self.old.config, registry, built.around)
+        self._parts = (*differences(self.old.parts, self._target), *_sizes(self.old, config, self._target))
+        self._sections = {part.path.partition(".")[0] for part in self._parts}
+        for section in self._sections:
+            self._refuse(section)
+        self._new = replace(self.old, resolved=self._resolved, config=config)
+        self._keeps_pages = True
+
+    def _refuse(self, section: str) -> None:
+        old, new = self.old.parts.built[section], self._target.built[section]
+        if new.exchangeable is Exchange.NEVER:  # nobody has named it: "auto" chooses by what the others need
+            raise ConfigError(
+                f"the new combination needs {new.label} instead of {old.label}, which cannot be exchanged while "
+                "serving; start again with it", section)
+        LiveComponents().add(new)  # its hooks fit
+
+    def carry_out(self) -> Report:
+        """ConfigError or ExchangeError: the old parts serve on."""
+        name, notes = self.built.replica.name, (*self._resolved.warnings, *self._target.notes)
+        if not self._parts:
+            return Report(name, (), proven=True, notes=("these parts serve already", *notes))
+        self._prepare()
+        try:
+            trial, effect = self.built.engine.call(self._switch, LOOP_TIMEOUT_S)
+        except (ConfigError, ExchangeError, EngineStoppedError):
+            raise
+        except Exception as error:
+            raise ExchangeError(f"the old parts serve on: {type(error).__name__}: {error}") from error
+        proven = self._await(trial)
+        if trial.problem is not None:
+            raise ExchangeError(f"the new parts failed in their first steps, the old ones are back: {trial.problem}")
+        return Report(name, self._parts, effect, proven, notes)
+
+    # beside serving
+
+    def _prepare(self) -> None:
+        """Load what the ranks need, and divide the memory as it will be. ConfigError."""
+        executor, old = self.old.parts.executor, self.old
+        on_workers = self._on_workers()
+        if on_workers:
+            self._require_exchange(executor)
+            self._new = replace(self._new, info=executor.prepare(on_workers))
+        try:
+            self._divide()
+            if self._changes_workers:
+                self._require_exchange(executor)
+            if not self._keeps_pages and self.built.engine.loop.transfers.component is not None:
+                raise ConfigError(
+                    f"pages would lie elsewhere than {old.parts.kv_transfer.label} has told others; keep the layout of "
+                    "the pages and the size of the cache, or start again with the new parts", "kv_transfer")
+        except BaseException:
+            if on_workers:
+                executor.prepare({})
+            raise
+
+    def _divide(self) -> None:
+        old, new, most = self.old, self._new, self._max_model_len
+        plan = divide_memory(new.config, self._target, new.info, most)
+        before = divide_memory(old.config, self._spare, old.info, most)
+        same = plan.groups == before.groups == old.cache_plan.groups
+        self._keeps_pages = same and shares_pages(old.parts.attention, self._target.attention)
+        self._new = replace(new, cache_plan=replace(plan, transfer=old.cache_plan.transfer))
+
+    def _on_workers(self) -> dict[str, Component]:
+        """Those of the new parts that live on the ranks, by kind."""
+        found = [self._target.built[section] for section in self._sections]
+        return {part.kind: part for part in found if part.exchangeable is Exchange.WORKERS}
+
+    @property
+    def _changes_workers(self) -> bool:
+        return bool(self._on_workers()) or not self._keeps_pages
+
+    def _require_exchange(self, executor: Component) -> None:
+        if "exchange" not in executor.describe().offers:
+            raise ConfigError(
+                f"{executor.label} does not exchange parts or pages of its workers; start again with the new ones",
+                "execution")
+        if self.built.spans:
+            raise ConfigError(
+                "engines that compute every step together do not exchange parts or pages of their workers; start "
+                "again with the new ones", "parallel")
+
+    def _await(self, trial: Trial) -> bool:
+        """Whether the first steps have gone well, as far as there are any."""
+        loop = self.built.engine.loop
+        until = loop.clock.now() + TRIAL_TIMEOUT_S
+        while not trial.over.wait(_POLL_S) and loop.clock.now() < until and loop.pool.states:
+            pass
+        return trial.over.is_set() and trial.problem is None
+
+    # on the loop's thread
+
+    def _switch(self) -> tuple[Trial, Effect]:
+        loop, old, target = self.built.engine.loop, self.old, self._target
+        if (trial := loop.lifecycle.trial) is not None:
+            trial.cut_short()
+            loop.lifecycle.trial = None
+        if self.built.made is not old:
+            raise ExchangeError("an exchange before this one has just been undone; try again")
+        workers = back = None
+        if self._changes_workers:
+            workers = partial(old.parts.executor.exchange, self._new.cache_plan, self._keeps_pages)
+            back = partial(old.parts.executor.exchange, old.cache_plan, self._keeps_pages, back=True)
+        replaced = self._sections | (set() if self._keeps_pages else {"kvcache"})
+        scheduler = target.scheduler if "scheduler" in replaced else None
+        kv = target.kvcache if "kvcache" in replaced else None
+        limits, info = loop.limits, self._new.info
+        effect = carry_out(loop, Switch(
+            replace(limits, lookahead=info.lookahead, reuse_tail=info.reuse_tail), scheduler, kv, workers, back,
+            self._keeps_pages))
+        self._record(replaced, self._new, target)
+        self._tell(effect)
+
+        def settle() -> None:
+            if kv is not None:
+                loop.parts.kv = kv
+            if workers is not None:
+                old.parts.executor.settle()
+
+        def revert(problem: str, lost: bool) -> None:
+            undone = carry_out(loop, Switch(
+                limits, self._spare.scheduler if scheduler is not None else None,
+                self._spare.kvcache if kv is not None else None, back, workers, self._keeps_pages and not lost))
+            if workers is not None:
+                old.parts.executor.settle()
+            self._record(replaced, old, self._spare)
+            self._tell(undone, problem)
+
+        trial = loop.lifecycle.trial = Trial(settle, revert, kv=kv is not None, workers=workers is not None)
+        if kv is not None:
+            loop.parts.kv = TriedKV.around(kv, trial)
+        return trial, effect
+
+    def _record(self, replaced: set[str], made: Made, source: Components) -> None:
+        """What the engine is made of now: ``replaced`` sections come from ``source``."""
+        now = dict(self.built.made.parts.built)
+        for section in replaced:
+            self.built.components.remove(now[section])
+            now[section] = source.built[section]
+            self.built.components.add(now[section])
+        self.built.made = replace(made, parts=replace(self.old.parts, built=now))
+
+    def _tell(self, effect: Effect, problem: str = "") -> None:
+        """The log and the observers. ``problem``: why the old parts are back."""
+        loop = self.built.engine.loop
+        now = loop.clock.now()
+        for part in self._parts:
+            old, new = (part.new, part.old) if problem else (part.old, part.new)
+            logger.log(
+                logging.ERROR if problem else logging.INFO,
+                "%s%s: %s %s %s; pause %.1f ms, %d requests handed over, %d computed again%s", _named(self.built),
+                part.path, old, "gives way again to" if problem else "is exchanged for", new, 1000 * effect.pause_s,
+                effect.handed_over, effect.recomputed, f", since {problem}" if problem else "")
+            if loop.parts.observers.active:
+                loop.parts.observers.notify(
+                    "hotswap_component_exchanged", path=part.path, kind=part.kind, old=old, new=new,
+                    options=part.options, pause=effect.pause_s, handed_over=effect.handed_over,
+                    recomputed=effect.recomputed, problem=problem, time=now)
+
+
+def shares_pages(old: AttentionBackend, new: AttentionBackend) -> bool:
+    """Whether ``new`` can go on with the pages that ``old`` has written."""
+    if old.origin == new.origin and old.options == new.options:
+        return True
+    before, after = old.support(), new.support()
+    axes = old.page_axes()
+    return axes in before.layouts and axes in after.layouts and before.clean_pages >= after.clean_pages
+
+
+def _sizes(old: Made, config: Any, target: Components) -> list[Difference]:
+    """Core's own keys that divide the memory anew."""
+    label = target.kvcache.label
+    return [
+        Difference(path, target.kvcache.kind, f"{label} {before}", f"{label} {after}", {})
+        for path in sorted(SIZES_OF_THE_CACHE)
+        if (before := getattr(old.config.kvcache, path.partition(".")[2])) != (
+            after := getattr(config.kvcache, path.partition(".")[2]))]
+
+
+def _named(built: BuiltEngine) -> str:
+    return f"engine {built.replica.name}: " if built.replica.name else ""

@@ -1,0 +1,99 @@
+"""New parts in their first steps: what they raise reaches no request, but brings the old parts back."""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+from hotswap.core.blame import blame
+from hotswap.core.interfaces.kvcache import KVCacheManager
+
+logger = logging.getLogger(__name__)
+
+TRIAL_STEPS = 8
+"""Steps with rows in which new parts must not raise, before the old ones are let go."""
+
+
+class Trial:
+    """Runs on the loop's thread. ``kv`` and ``workers``: parts of these are on trial; a scheduler always is, the old
+    one, too, since it has to get on with the others. ``settle`` lets the old parts go, ``revert`` brings them back: it
+    is told the problem, and whether what runs can only be computed again.
+    """
+
+    def __init__(
+        self, settle: Callable[[], None], revert: Callable[[str, bool], None], *, kv: bool, workers: bool,
+    ) -> None:
+        self._settle, self._revert, self._kv, self._workers = settle, revert, kv, workers
+        self.steps_left = TRIAL_STEPS
+        self.problem: str | None = None
+        self.void = False
+        """Steps in flight count for nothing any more: what the workers say of them cannot be trusted."""
+        self._lost = False
+        self.over = threading.Event()
+
+    def fail(self, problem: str) -> None:
+        """A part has raised. The old ones come back at the next turn of the loop."""
+        self._lost |= self._kv
+        self.problem = self.problem or problem
+
+    def step_failed(self, problem: str) -> bool:
+        """A step has failed. Whether that is the trial's business: its requests are then computed again."""
+        if self._workers:
+            self._lost = self.void = True
+            self.problem = self.problem or problem
+        return self._workers
+
+    def ends(self) -> bool:
+        """Once a turn, with nothing half done: whether the trial is over, one way or the other."""
+        if self.problem is not None:
+            self._revert(self.problem, self._lost)
+        elif self.steps_left <= 0:
+            self._settle()
+        else:
+            return False
+        self.over.set()
+        return True
+
+    def cut_short(self) -> None:
+        """Somebody else needs the place: what has gone well so far has gone well."""
+        self.steps_left = 0
+        self.ends()
+
+
+class TriedKV:
+    """A KV manager on trial. What it raises outside of a plan would leave the loop half way through a verdict; so it is
+    told to the trial, and the loop goes on with an answer that changes nothing: all that runs is computed again."""
+
+    def __init__(self, kv: KVCacheManager, trial: Trial) -> None:
+        self.tried, self._trial = kv, trial
+
+    @classmethod
+    def around(cls, kv: KVCacheManager, trial: Trial) -> KVCacheManager:
+        return cast(KVCacheManager, cls(kv, trial))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tried, name)
+
+    def commit(self, *arguments: Any) -> int:
+        return self._guarded("commit", 0, *arguments)  # type: ignore[no-any-return]
+
+    def release(self, *arguments: Any, **named: Any) -> Any:
+        return self._guarded("release", None, *arguments, **named)
+
+    def undo(self, entry: Any) -> None:
+        self._guarded("undo", None, entry)
+
+    def on_fence(self, fence: Any) -> None:
+        self._guarded("on_fence", None, fence)
+
+    def events(self) -> list[Any]:
+        return self._guarded("events", [])  # type: ignore[no-any-return]
+
+    def _guarded(self, method: str, otherwise: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return getattr(self.tried, method)(*arguments, **named)
+        except Exception as error:
+            problem = blame(error, self.tried, method)
+            logger.exception("%s", problem)
+            self._trial.fail(problem)
+            return otherwise

@@ -1,0 +1,80 @@
+"""The parts of a worker that can be exchanged while it serves, and what they ask of the rest."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.execution.speculation import SpeculatorCache
+from hotswap.core.execution.static import GraphKey
+from hotswap.core.interfaces.attention import AttentionBackend, GraphLevel, GroupShape
+from hotswap.core.interfaces.model import Model
+from hotswap.core.interfaces.speculator import Speculator, SpeculatorNeeds
+from hotswap.core.modeling.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An attention backend and a speculator, bound to the model and loaded. ``keys``: the steps to capture."""
+
+    attention: AttentionBackend
+    speculator: Speculator
+    needs: SpeculatorNeeds
+    own_cache: SpeculatorCache
+    keys: tuple[GraphKey, ...]
+
+
+def keys_for(
+    keys: Sequence[GraphKey], attention: AttentionBackend, lookahead: int, max_batch_tokens: int,
+) -> tuple[GraphKey, ...]:
+    """Of the numbers of rows in ``keys``, which were chosen for other parts, the steps that can be captured for these.
+    """
+    level = attention.support().graph_level
+    if level == GraphLevel.NEVER:
+        return ()
+    wanted = [1, 1 + lookahead] if lookahead and level >= GraphLevel.UNIFORM else [1]
+    rows = [key.rows for key in keys if key.queries == 1]
+    return tuple(GraphKey(row, m) for m in wanted for row in rows if row * m <= max_batch_tokens)
+
+
+def check_needs(speculator: Speculator, needs: SpeculatorNeeds, model: Model, mesh: Mesh) -> None:
+    """ConfigError for what ``speculator`` wants and ``model`` does not give, or has already."""
+    if (needs.taps or needs.cache_specs) and not (mesh.is_first and mesh.is_last):
+        raise ConfigError(
+            f"{speculator.label} reads hidden states or keeps a cache, which several stages do not give it; choose a "
+            "speculator that needs neither, or one stage", "speculator")
+    if unknown := [tap for tap in needs.taps if tap not in model.taps()]:
+        raise ConfigError(
+            f"{speculator.label} reads the hidden states {', '.join(unknown)}, but {model.label} gives "
+            f"{', '.join(model.taps()) or 'none'}; choose layers that the model has, or another speculator",
+            "speculator")
+    groups = {spec.group for spec in model.cache_specs()}
+    layers = {layer for spec in model.cache_specs() for layer in spec.layers}
+    for spec in needs.cache_specs:
+        assert spec.group not in groups and layers.isdisjoint(spec.layers), f"{speculator.label} claims {spec} twice"
+        groups.add(spec.group)
+        layers.update(spec.layers)
+
+
+def check_support(
+    attention: AttentionBackend, shapes: Mapping[str, GroupShape], device: str, dtype: str,
+) -> None:
+    """ConfigError that lists everything the model needs and ``attention`` does not do, before any request meets it."""
+    support = attention.support()
+    problems = []
+
+    def need(what: str, value: object, allowed: Sequence[object] | None) -> None:
+        if allowed is not None and value not in allowed:
+            problems.append(f"{what} {value} (it takes {', '.join(map(str, allowed))})")
+
+    need("device", device.partition(":")[0], support.devices)
+    need("dtype", dtype, support.dtypes)
+    for shape in shapes.values():
+        need("head size", shape.head_dim, support.head_dims)
+        if shape.window is not None and not support.windows:
+            problems.append(f"a sliding window of {shape.window}")
+        if shape.softcap is not None and not support.softcap:
+            problems.append(f"a softcap of {shape.softcap}")
+    if problems:
+        raise ConfigError(
+            f"{attention.label} does not support what this model needs: {'; '.join(dict.fromkeys(problems))}. "
+            "Choose another backend", "attention")

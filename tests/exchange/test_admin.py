@@ -1,0 +1,169 @@
+"""Who may exchange parts, and how the server answers."""
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from hotswap.core.config.changes import Difference
+from hotswap.core.config.schema import ServerSection
+from hotswap.core.engine.exchange import Report
+from hotswap.core.engine.switch import Effect
+from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError
+from hotswap.server.app import create_app
+from hotswap.server.commands.exchange import command
+from hotswap.server.served import Served
+
+KEY = "key-of-the-admin"
+REPORT = Report(
+    "", (Difference("scheduler", "scheduler", "scheduler:a", "scheduler:b", {}),), Effect(0.0123, 3, 2), True, ("so",))
+
+
+class NoTokenizer:
+    special_ids = frozenset()
+
+    def encode_without_special_parsing(self, text):
+        return [0]
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return ""
+
+
+class Desk:
+    """A server whose exchange answers as told."""
+
+    def __init__(self, **settings):
+        self.asked, self.answer = [], [REPORT]
+        served = Served("m", None, NoTokenizer(), 1, 1, exchange=self.exchange)
+        app = create_app(served, ServerSection(**{"admin_key": KEY, **settings}))
+        self.api = app.state.api
+        self.app = app
+
+    def exchange(self, sets, replica):
+        self.asked.append((sets, replica))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def post(self, body=None, path="/admin/components", **headers):
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return await client.post(path, json=body or {"set": ["scheduler=b"]}, headers=headers)
+
+
+def bearer(key=KEY):
+    return {"Authorization": f"Bearer {key}"}
+
+
+def run(awaitable):
+    import asyncio
+
+    return asyncio.run(awaitable)
+
+
+def test_without_an_admin_key_there_is_no_such_path():
+    answer = run(Desk(admin_key=None).post(**bearer()))
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("headers", [
+    {}, bearer("wrong"), bearer("client"), {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}, bearer("")])
+def test_only_the_admin_key_opens_it(headers):
+    desk = Desk(api_keys=["client"])
+    answer = run(desk.post(**headers))
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "invalid_admin_key"
+    assert not desk.asked
+
+
+def test_the_admin_key_opens_nothing_else():
+    assert run(Desk(api_keys=["client"]).post(path="/tokenize", **bearer())).status_code == 401
+
+
+def test_what_was_exchanged_is_answered():
+    desk = Desk()
+    answer = run(desk.post({"set": ["scheduler=b", "kvcache=c"], "replica": "1"}, **bearer()))
+    assert answer.status_code == 200
+    assert desk.asked == [(["scheduler=b", "kvcache=c"], "1")]
+    assert answer.json() == {"object": "exchange", "engines": [REPORT.plain()]}
+    assert REPORT.plain()["pause_ms"] == 12.3
+
+
+@pytest.mark.parametrize(("error", "status", "code", "param"), [
+    (ConfigError("no", "scheduler.policy"), 400, "exchange_refused", "scheduler.policy"),
+    (ExchangeError("it broke", [Report("0", ())]), 409, "exchange_failed", None),
+    (EngineStoppedError("gone"), 503, "draining", None),
+])
+def test_errors_have_openai_s_body(error, status, code, param):
+    desk = Desk()
+    desk.answer = error
+    answer = run(desk.post(**bearer()))
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+    if status != 503:
+        assert answer.json()["error"]["code"] == code
+        assert str(error) in answer.json()["error"]["message"]
+    if status == 409:
+        assert "Engine '0' has exchanged its parts before." in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [
+    {"set": []}, {"set": "scheduler=b"}, {"set": [1]}, {"set": ["a=b"], "more": 1}, {"replica": "0"}, {"set": ["x"]}])
+def test_a_body_that_is_none_is_refused(body):
+    desk = Desk()
+    assert run(desk.post(body, **bearer())).status_code == 400
+    assert not desk.asked
+
+
+def test_a_server_that_drains_exchanges_nothing():
+    desk = Desk()
+    desk.api.draining = True
+    assert run(desk.post(**bearer())).status_code == 503
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What the command's server answers; ``asked`` is what it was asked."""
+    box = {"status": 200, "body": {"engines": [REPORT.plain()]}, "asked": []}
+
+    def post(url, key, body):
+        box["asked"].append((url, key, body))
+        return box["status"], box["body"]
+
+    monkeypatch.setattr("hotswap.server.commands.exchange._post", post)
+    return box
+
+
+def test_the_command_tells_what_has_happened(answers, tmp_path):
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    result = CliRunner().invoke(
+        command, ["--url", "http://h:1/", "--key-file", str(tmp_path / "key"), "--replica", "1", "scheduler=b"])
+    assert result.exit_code == 0, result.output
+    assert answers["asked"] == [
+        ("http://h:1/admin/components", KEY, {"set": ["scheduler=b"], "replica": "1"})]
+    assert result.output.splitlines() == [
+        "scheduler: scheduler:a -> scheduler:b",
+        "pause 12.3 ms; 3 requests handed over, 2 computed again; the new parts have come through their first steps",
+        "note: so"]
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, 2), (403, 2), (404, 2), (409, 1), (503, 1)])
+def test_the_command_ends_with_a_code_that_says_who_was_wrong(answers, status, code):
+    answers.update(status=status, body={"error": {"message": "because"}})
+    result = CliRunner().invoke(command, ["--url", "http://h", "--key", "k", "scheduler=b"])
+    assert result.exit_code == code
+    assert result.output == "hotswap: because\n"
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--url", "http://h", "scheduler=b"], ["--url", "http://h", "--key", "k"], ["--key", "k", "scheduler=b"],
+    ["--url", "ftp://h", "--key", "k", "scheduler=b"], ["--url", "http://h", "--key-file", "/no/such", "a=b"],
+    ["--url", "http://h", "--key", "k", "--key-file", "f", "a=b"]])
+def test_the_command_says_what_it_needs(arguments):
+    assert CliRunner().invoke(command, arguments).exit_code == 2
+
+
+def test_a_server_that_is_not_there_is_named():
+    result = CliRunner().invoke(command, ["--url", "http://127.0.0.1:9", "--key", "k", "scheduler=b"])
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:9/admin/components does not answer" in result.output
