@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from hotswap.core.config import ResolvedConfig, load_config
 from hotswap.core.engine.build import build_engine
 from hotswap.core.execution.worker import SharedModels
-from hotswap.lab.plan import ArmPlan, Plan
+from hotswap.lab.plan import ArmPlan, Plan, named
 from hotswap.lab.run import Arm
 from hotswap.lab.targets.engine import EngineTarget
-from hotswap.lab.targets.openai import OpenAITarget
+from hotswap.lab.targets.openai import Endpoint, OpenAITarget
+from hotswap.lab.targets.server import ServerTarget
 from hotswap.lab.targets.target import Target
-
-Starter = Callable[[ArmPlan], Target]
 
 
 @contextlib.contextmanager
@@ -22,17 +21,27 @@ def started(plan: Plan, now: Callable[[], float], *, progress: bool = True) -> I
         shared = _Shared(plan, now, progress)
         arms = []
         for arm in plan.arms:
-            target = _server(arm, now) if arm.endpoint is not None else shared.start(arm)
+            if arm.endpoint is not None:
+                target = _foreign(arm.endpoint, now)
+            elif plan.separate:
+                target = _server(arm, plan, now)
+            else:
+                target = shared.start(arm)
             stack.callback(target.close)
             arms.append(Arm(arm.name, target, arm.endpoint.base if arm.endpoint is not None else arm.name))
         yield arms
 
 
-def _server(arm: ArmPlan, now: Callable[[], float]) -> Target:
-    assert arm.endpoint is not None
-    target = OpenAITarget(arm.endpoint, now)
+def _foreign(endpoint: Endpoint, now: Callable[[], float]) -> Target:
+    target = OpenAITarget(endpoint, now)
     target.find_reset()
     return target
+
+
+def _server(arm: ArmPlan, plan: Plan, now: Callable[[], float]) -> Target:
+    assert arm.config is not None
+    with named(arm.name):
+        return ServerTarget(arm.config, plan.experiment.sampling, now)
 
 
 class _Shared:

@@ -17,9 +17,9 @@ from hotswap.lab.journal import FILE, Journal
 from hotswap.lab.metrics import spec_of
 from hotswap.lab.plan import Plan, make_plan
 from hotswap.lab.records import Result
+from hotswap.lab.report import render_table, write_report
 from hotswap.lab.run import Arm, Measured, Run
 from hotswap.lab.statistics import Monitor
-from hotswap.lab.summary import describe
 
 BAR = "{desc:24.24} {percentage:3.0f}%|{bar}| {remaining} left"
 
@@ -42,12 +42,12 @@ def conduct(experiment: Experiment, say: Callable[[str], None], *, progress: boo
     result = Result(
         told, machine, specs, measured.blocks, monitor.finish(share), measured.stopped, measured.partial,
         measured.divergences, configs, measured.pairs, monitor.looks)
-    for name in configs:
-        if blocks := [block for block in measured.blocks if block.arm == name]:
-            say(f"\n{name}\n{describe(blocks, experiment.limits)}")
-    for found in result.comparisons:
-        say(f"{found.arm} {found.metric}: {found.effect:+.2%} [{found.low:+.2%}, {found.high:+.2%}] {found.outcome}")
-    say(f"\nended: {measured.stopped}{' (PARTIAL)' if measured.partial else ''}")
+    say(render_table(result))
+    if folder is not None:
+        report = write_report(result, folder)
+        say(f"written: {', '.join(str(path) for path in (folder / FILE, report.data, report.page) if path)}")
+        if report.note:
+            say(report.note)
     return result
 
 

@@ -176,13 +176,22 @@ def _hit_rate(block: BlockRecord, slo: Slo) -> float | None:
 
 
 def _preemptions(block: BlockRecord, slo: Slo) -> float | None:
-    known = [r.preemptions for r in succeeded(block.requests) if r.preemptions is not None]
+    good = succeeded(block.requests)
+    if good and "preemptions" in block.engine:  # a server tells of all of them together
+        return block.engine["preemptions"] / len(good)
+    known = [record.preemptions for record in good if record.preemptions is not None]
     return sum(known) / len(known) if known else None
 
 
 def _acceptance(block: BlockRecord, slo: Slo) -> float | None:
     rows = block.engine.get("drafted_rows", 0)
     return 1 + block.engine.get("accepted_drafts", 0) / rows if rows else None
+
+
+def _told_queue(block: BlockRecord) -> float | None:
+    """Of a server that tells of all requests together."""
+    count = block.engine.get("queued_requests")
+    return block.engine["queue_seconds"] / count if count else None
 
 
 def _ratio(part: str, whole: str) -> Callable[[BlockRecord, Slo], float | None]:
@@ -241,7 +250,7 @@ def _latency_value(name: str, label: str) -> Value:
     def value(block: BlockRecord, slo: Slo) -> float | None:
         found = summary(name, block.requests)
         if found is None:
-            return None
+            return _told_queue(block) if (name, label) == ("queue", "mean") else None
         return found.mean if label == "mean" else found.percentiles[label]
     return value
 

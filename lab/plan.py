@@ -72,11 +72,12 @@ def make_plan(experiment: Experiment, *, progress: bool = True) -> Plan:
     configs = {arm.name: arm.config for arm in arms if arm.config is not None}
     _same_model(configs)
     for name, config in configs.items():
-        with _named(name):
+        with named(name):
             check_config(config.config, Registry())
     check_sampling(experiment.sampling, ours=bool(configs))
     notes: list[str] = []
-    separate = _separate(experiment, configs, notes)
+    foreign = any(arm.endpoint is not None for arm in arms)
+    separate = _separate(experiment, configs, foreign, notes)
     known = [*configs.values()] or ([] if base is None else [base])
     endpoints = [arm.endpoint for arm in arms if arm.endpoint is not None]
     context, tokenizer = context_of(experiment.seed, known, endpoints, progress)
@@ -106,7 +107,7 @@ def _arm(experiment: Experiment, name: str, given: Mapping[str, Any]) -> ArmPlan
         token_ids=bool(given.get("token_ids"))))
 
 
-class _named:
+class named:
     """Puts ``arms.NAME`` before the path of what is refused inside."""
 
     def __init__(self, name: str) -> None:
@@ -124,7 +125,7 @@ class _named:
 def _resolved(experiment: Experiment, given: Mapping[str, Any], name: str) -> ResolvedConfig:
     base = experiment.base
     assert base is not None
-    with _named(name):
+    with named(name):
         return load_config(base, list(overrides(given)))
 
 
@@ -153,8 +154,10 @@ def _model(model: tuple[str, str | None]) -> str:
     return model[0] if model[1] is None else f"{model[0]} at {model[1]}"
 
 
-def _separate(experiment: Experiment, configs: Mapping[str, ResolvedConfig], notes: list[str]) -> bool:
-    why = _apart(configs)
+def _separate(
+    experiment: Experiment, configs: Mapping[str, ResolvedConfig], foreign: bool, notes: list[str],
+) -> bool:
+    why = "an arm is a server, and is spoken to over HTTP" if foreign and configs else _apart(configs)
     if experiment.processes == "separate" or why is None:
         return experiment.processes == "separate"
     if experiment.processes == "shared":

@@ -134,8 +134,8 @@ class Run:
             self._round(number, order, list(islice(self._items, size)))
             if (number + 1) % ROUNDS == 0:
                 end = self._look_ahead(number + 1, self._now() - begin)
-                if (why := self._monitor.enough(self.share) or end) is not None:
-                    return why
+                if (why := self._monitor.enough(self.share)) is not None or end is not None:
+                    return end or why or ""
         raise AssertionError("rounds have no end")
 
     def _look_ahead(self, pairs: int, elapsed: float) -> str | None:

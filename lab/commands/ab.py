@@ -4,6 +4,7 @@ import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import yaml
@@ -26,10 +27,14 @@ SHORT = {
 @click.option("--arm", "arms", multiple=True, metavar="KEY=VALUE",
               help="SOURCE is a base config, and this an arm: what --set would change, several in one quoted text. "
               "One arm is compared with the base as it is; of several, the others with the first.")
+@click.option("--url", "urls", multiple=True, help="An arm that is a server with OpenAI's routes and the base's model.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="The folder for records and report.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="No longer than this.")
 @click.pass_context
-def command(ctx: click.Context, source: Path, arms: tuple[str, ...], out: Path | None, minutes: float | None) -> None:
+def command(
+    ctx: click.Context, source: Path, arms: tuple[str, ...], urls: tuple[str, ...], out: Path | None,
+    minutes: float | None,
+) -> None:
     """Run an experiment: arms take turns at the same requests, and each metric gets a verdict.
 
     A FOLDER is run file by file. Exit code 1 where a run ended before its time.
@@ -37,15 +42,15 @@ def command(ctx: click.Context, source: Path, arms: tuple[str, ...], out: Path |
     needs_extra()
     log_to_stderr()
     changes: dict[str, Any] = {} if minutes is None else {"minutes": minutes}
-    if arms and source.is_dir():
-        raise click.UsageError("--arm needs a base config, and this is a folder.")
+    if (arms or urls) and source.is_dir():
+        raise click.UsageError("--arm and --url need a base config, and this is a folder.")
     files = sorted(source.glob("*.yaml")) if source.is_dir() else [source]
     if not files:
         raise ConfigError(f"there is no experiment (*.yaml) in {source}")
     partial = False
     for file in files:
         folder = out / file.stem if out is not None and source.is_dir() else out
-        values = short(file, arms) if arms else read_file(file)
+        values = short(file, arms, urls) if arms or urls else read_file(file)
         given = {**values, **changes, **({} if folder is None else {"out": str(folder)})}
         partial |= _run(given, file.parent)
     if partial:
@@ -58,7 +63,7 @@ def needs_extra() -> None:
         raise ConfigError("hotswap ab needs scipy, which the extra 'lab' brings: pip install 'hotswap[lab]'")
 
 
-def short(base: Path, arms: tuple[str, ...]) -> dict[str, Any]:
+def short(base: Path, arms: tuple[str, ...], urls: tuple[str, ...] = ()) -> dict[str, Any]:
     """An experiment that needs no file."""
     named: dict[str, dict[str, Any]] = {}
     for text in arms:
@@ -69,10 +74,15 @@ def short(base: Path, arms: tuple[str, ...]) -> dict[str, Any]:
                 raise ConfigError(f"{change!r} should be KEY=VALUE, such as scheduler=continuous", "--arm")
             changes[key] = yaml.safe_load(value)
         named["+".join(shlex.split(text)).replace("/", ":")] = changes
-    if len(named) < len(arms):
+    named |= {_host(url): {"url": url, "token_ids": True} for url in urls}
+    if len(named) < len(arms) + len(urls):
         raise ConfigError("an arm is given twice", "--arm")
     against = {"against": next(iter(named))} if len(named) > 1 else {}
     return {"base": base.name, "arms": named, **against, **SHORT}
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc or url
 
 
 def _run(given: dict[str, Any], folder: Path) -> bool:

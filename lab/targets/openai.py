@@ -74,6 +74,9 @@ class OpenAITarget:
 
     def ask(self, method: str, route: str, timeout: float = SHORT_TIMEOUT_S) -> Any:
         """The JSON that ``route`` answers. OSError, http.client.HTTPException or ValueError where it does not."""
+        return json.loads(self.ask_text(method, route, timeout))
+
+    def ask_text(self, method: str, route: str, timeout: float = SHORT_TIMEOUT_S) -> str:
         connection = self._connect(self._host, self._port, timeout=timeout)
         try:
             connection.request(method, self._path + route, headers=self.headers())
@@ -81,7 +84,7 @@ class OpenAITarget:
             body = response.read()
             if response.status != 200:
                 raise ValueError(f"{method} {route} was answered with HTTP {response.status}")
-            return json.loads(body)
+            return body.decode("utf-8", "replace")
         finally:
             connection.close()
 

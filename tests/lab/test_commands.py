@@ -7,6 +7,8 @@ import yaml
 from click.testing import CliRunner
 
 from hotswap.lab.journal import FILE, read_journal
+from hotswap.lab.report import read_result
+from hotswap.lab.targets.server import ServerTarget
 from hotswap.server.cli import main
 
 
@@ -143,3 +145,71 @@ def test_bench_says_so_where_no_request_is_answered(stub):
     result = invoke("bench", "--url", stub.url, "--requests", 8)
     assert result.exit_code == 1
     assert "no request was answered while warming up: HTTP 500: broken" in result.output
+
+
+def test_an_experiment_ends_in_verdicts_a_file_of_all_data_and_a_page(experiment, tmp_path):
+    out = tmp_path / "out"
+    result = invoke("ab", experiment(metrics=["ttft_p50", "throughput"]), "--out", out)
+    assert result.exit_code == 0, result.output
+    read = read_result(out / "result.json")
+    assert [found.metric for found in read.comparisons] == ["ttft_p50", "throughput"]
+    assert not read.partial and read.stopped == "4 pairs are in"
+    assert list(read.blocks) == blocks_of(out), "the journal and the result tell the same"
+    assert set(read.configs) == {"base", "static"}
+    assert read.configs["static"]["scheduler"]["use"] == "static"
+    assert "throughput" in result.output
+    page = (out / "report.html").read_text()
+    assert "throughput" in page and "<script" in page
+
+
+def test_arms_in_processes_of_their_own_tell_their_memory_and_say_the_same(experiment, tmp_path):
+    out = tmp_path / "out"
+    file = experiment(processes="separate", pairs=2, warm_up=1, arms={"static": {"scheduler": "static"}})
+    result = invoke("ab", file, "--out", out)
+    assert result.exit_code == 0, result.output
+    blocks = blocks_of(out)
+    assert len(blocks) == 4
+    for block in blocks:
+        assert block.engine["rss_peak_bytes"] > 50e6
+        assert block.engine["steps"] > 0 and block.engine["queued_requests"] == 6
+        assert block.cpu > 0
+        assert all(record.cached_tokens == 0 and len(record.tokens) == 6 for record in block.requests)
+    compared = {found.metric for found in read_result(out / "result.json").comparisons if found.n_pairs}
+    assert {"rss_peak", "queue_mean", "preemptions", "step_time"} <= compared
+    assert read_result(out / "result.json").divergences == []
+
+
+def test_a_server_that_is_killed_in_the_middle_leaves_a_partial_result(experiment, tmp_path, monkeypatch):
+    targets = []
+    start = ServerTarget.begin
+
+    def begin(target):
+        targets.append(target)
+        if len(targets) == 5:
+            target._child.process.kill()
+            target._child.process.wait()
+        return start(target)
+
+    monkeypatch.setattr(ServerTarget, "begin", begin)
+    out = tmp_path / "out"
+    result = invoke("ab", experiment(processes="separate", warm_up=1), "--out", out)
+    assert result.exit_code == 1, result.output
+    assert "its server ended with exit code -9" in result.output
+    assert read_result(out / "result.json").partial
+    assert all(target._child.process.poll() is not None for target in targets), "nobody is left"
+
+
+def test_a_foreign_server_may_be_an_arm(experiment, stub, tmp_path):
+    def script(reply):
+        reply.begin()
+        for token in range(3):
+            reply.say(1, text="x", token_ids=[token])
+        reply.end()
+
+    stub.script = script
+    out = tmp_path / "out"
+    file = experiment(base=None, arms={"base": {"url": stub.url}, "again": {"url": stub.url}}, pairs=2)
+    result = invoke("ab", file, "--out", out)
+    assert result.exit_code == 0, result.output
+    prompts = [tuple(body["prompt"][:8]) for body in stub.bodies if "prompt" in body]
+    assert len(set(prompts)) == len(prompts), "one server's arms share no prefix"

@@ -117,6 +117,15 @@ def test_arms_that_cannot_share_weights_are_told_apart():
         arms={"b": {"parallel": [{"use": "tensor", "size": 2}]}}, processes="shared")
 
 
+@pytest.mark.parametrize("change, why", [
+    ({"dtype": "bfloat16"}, "another dtype"), ({"parallel": [{"use": "tensor", "size": 2}]}, "parallel list")])
+def test_arms_that_cannot_share_weights_run_apart_of_themselves(config, change, why):
+    values = {"base": str(config), "arms": {"b": change}, "workload": {"use": "synthetic", "prompt": 20}}
+    plan = make_plan(load_experiment(values), progress=False)
+    assert plan.separate
+    assert why in plan.notes[0]
+
+
 def test_overrides_may_be_nested_or_dotted():
     nested = {"scheduler": {"use": "static", "policy": "fcfs"}, "seed": 3}
     assert list(overrides(nested)) == ['scheduler.use="static"', 'scheduler.policy="fcfs"', "seed=3"]
