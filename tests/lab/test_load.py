@@ -88,7 +88,7 @@ def test_a_turn_waits_for_the_turn_before_and_then_its_pause():
     for load in (ClosedLoop(3), OpenLoop(rate=1000, arrivals="constant")):
         first, second, other = run_load(Echo(0.05), items, load, NOW, name="x").records
         assert second.planned >= first.ended + 0.1 - 1e-3
-        assert second.sent - second.planned < 0.08
+        assert second.sent >= second.planned - 1e-3
         assert other.sent < first.ended
 
 
