@@ -1,0 +1,111 @@
+"""Real experiments on the real engine through ``hotswap ab``: equal arms, and a slowdown that is planted.
+
+    python benchmarks/experiment/real_runs.py null --runs 20 [--minutes 4]
+    python benchmarks/experiment/real_runs.py power --runs 5 [--minutes 10] [--slowdown 0.03]
+
+To be run alone on the machine. Each run is a process of its own and keeps its report in ``data/real-null/01`` and so
+on; runs that are there already are not run again. The table is made of all of them. The slowdown is the plugin in
+``slowdown/``; it need not be installed, since the runs find it through a folder of their own.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from hotswap.lab.records import Outcome, Result
+from hotswap.lab.report import read_result
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PLUGIN = HERE / "slowdown"
+WORKLOAD = {"use": "synthetic", "prompt": 64, "output": 16}
+
+
+def experiment(arm: dict[str, object], minutes: float, seed: int) -> dict[str, object]:
+    return {
+        "base": str(ROOT / "examples" / "quickstart.yaml"), "arms": {"arm": arm}, "workload": WORKLOAD,
+        "load": {"concurrency": 4}, "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "slo": {"ttft": "300ms", "tpot": "50ms"}, "minutes": minutes, "seed": seed}
+
+
+@contextmanager
+def installed() -> Iterator[str]:
+    """A folder in which the plugin is as if it were installed."""
+    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(PLUGIN / "hotswap_slowdown.py", folder)
+        told = Path(folder) / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        told.mkdir()
+        (told / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+        lines = [line for group, points in project["entry-points"].items()
+                 for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))]
+        (told / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        yield folder
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    result: Result
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        return {found.metric: found.outcome.value for found in self.result.comparisons
+                if found.outcome in (Outcome.BETTER, Outcome.WORSE)}
+
+    @property
+    def minutes(self) -> float:
+        return sum(block.wall for block in self.result.blocks) / 60
+
+
+def run(kind: str, number: int, arm: dict[str, object], minutes: float, out: Path) -> Run:
+    folder = out / f"real-{kind}" / f"{number:02}"
+    if not (folder / "result.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "experiment.yaml"
+        file.write_text(yaml.safe_dump(experiment(arm, minutes, number)))
+        with installed() as plugin:
+            paths = [plugin, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+            subprocess.run(
+                [sys.executable, "-m", "hotswap", "ab", str(file), "--out", str(folder)], check=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
+    return Run(folder, read_result(folder / "result.json"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
+    parser.add_argument("kind", choices=["null", "power"])
+    parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--slowdown", type=float, default=0.03)
+    parser.add_argument("--out", type=Path, default=HERE / "data")
+    arguments = parser.parse_args()
+    slowed = {"attention": {"use": "slowed", "inner": "torch", "share": arguments.slowdown}}
+    arm: dict[str, object] = slowed if arguments.kind == "power" else {}
+    runs = [run(arguments.kind, number, arm, arguments.minutes, arguments.out)
+            for number in range(1, arguments.runs + 1)]
+    print("\n| run | minutes | pairs | ended | better or worse | step_time | disturbed blocks |")
+    print("|---|---:|---:|---|---|---|---:|")
+    for one in runs:
+        steps = next(found for found in one.result.comparisons if found.metric == "step_time")
+        busy = sum((block.disturbed or 0) > 0.25 for block in one.result.blocks)
+        named = ", ".join(f"{metric} {word}" for metric, word in one.verdicts.items()) or "–"
+        print(f"| {one.folder.name} | {one.minutes:.1f} | {steps.n_pairs} | {one.result.stopped} | {named} | "
+              f"{steps.effect:+.2%} [{steps.low:+.2%}, {steps.high:+.2%}] | {busy} of {len(one.result.blocks)} |")
+    print(f"\n{sum(bool(one.verdicts) for one in runs)} of {len(runs)} runs with any better or worse, "
+          f"{sum('worse' in one.verdicts.values() for one in runs)} with any worse.")
+
+
+if __name__ == "__main__":
+    main()
