@@ -11,7 +11,7 @@ from hotswap.core.errors import ConfigError
 
 COMMANDS = {
     **{name: f"hotswap.server.commands.{name}" for name in ("serve", "generate", "exchange", "config", "plugins")},
-    **{name: f"hotswap.lab.commands.{name}" for name in ("ab", "bench")},
+    **{name: f"hotswap.lab.commands.{name}" for name in ("ab", "bench", "explain", "replay")},
 }
 
 

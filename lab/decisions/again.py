@@ -1,0 +1,101 @@
+"""Makes the decisions of a log again: the engine's host side is built as the log's header says, without its model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from hotswap.core.engine.clock import ManualClock
+from hotswap.core.engine.setup import EngineSetup
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import ComponentRef
+from hotswap.core.interfaces.kv_transfer import HANDOFF, KVTransfer, TransferLayout
+from hotswap.core.interfaces.kvcache import KVCacheManager
+from hotswap.core.interfaces.scheduler import Scheduler
+from hotswap.core.registry import Registry
+from hotswap.core.testing.replay import Divergence, Replay
+from hotswap.lab.decisions.log import Event, Log
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a replay. ``divergence``: the first decision that was another one. ``broke``: what was raised where
+    the server did not. ``stopped``: why it went no further, though all was equal until then."""
+
+    replica: str
+    steps: int
+    requests: int
+    divergence: Divergence | None = None
+    broke: str | None = None
+    stopped: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return self.divergence is None and self.broke is None
+
+
+def replay(log: Log, registry: Registry | None = None) -> Outcome:
+    """ConfigError where the log does not tell enough, or where a part that it names cannot be built here."""
+    events = list(log.events())
+    stopped = next(_exchanges(events), None)
+    if stopped is not None:
+        events = events[: events.index(stopped)]
+    again = build(log, events, registry or Registry())
+    divergence = broke = None
+    try:
+        divergence = again.run()
+    except Exception as error:  # whatever the parts raise when they are told what cannot be
+        broke = f"behind step {again.loop.submitted}: {type(error).__name__}: {error}"
+    why = None if stopped is None else (
+        f"{stopped['old']} gave way to {stopped['new']} behind step {again.loop.submitted}: a replay goes no further")
+    requests = sum(event["event"] == "arrival" for event in events)
+    return Outcome(log.replica, again.steps, requests, divergence, broke, why, tuple(log.notes()))
+
+
+def build(log: Log, events: list[Event], registry: Registry) -> Replay:
+    """The parts that the header names, configured as they were."""
+    setup = _setup(log)
+    scheduler: Scheduler = _part(log, setup, registry, Scheduler.kind)
+    kv: KVCacheManager = _part(log, setup, registry, KVCacheManager.kind)
+    plan = kv.configure(setup.specs, setup.num_bytes, setup.constraints)
+    if plan.groups != setup.groups:
+        raise ConfigError(
+            f"{kv.label} divides the memory otherwise here, {_told(plan.groups)}, than in the log, "
+            f"{_told(setup.groups)}: it is another version.", log.name)
+    clock, transfer = ManualClock(), None
+    if KVTransfer.kind in setup.components:
+        transfer = _part(log, setup, registry, KVTransfer.kind)
+        if HANDOFF in transfer.describe().offers:
+            raise ConfigError(
+                f"{transfer.label} gets pages from other engines, whose answers are in no log: only engines that "
+                "neither hand over requests nor take them can be replayed.", log.name)
+        transfer.configure(TransferLayout(setup.specs, plan, setup.ranks, clock.now, setup.model))
+    return Replay(
+        events, scheduler, kv, setup.limits, setup.depth, setup.chained, transfer, setup.ranks, clock)
+
+
+def _exchanges(events: list[Event]) -> Iterator[Event]:
+    return (event for event in events if event["event"] == "exchange")
+
+
+def _setup(log: Log) -> EngineSetup:
+    try:
+        return TypeAdapter(EngineSetup).validate_python(log.header.get("engine"))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, ("engine", *first["loc"])))
+        raise ConfigError(f"the header's {place}: {first['msg']}.", log.name) from error
+
+
+def _part(log: Log, setup: EngineSetup, registry: Registry, kind: str) -> Any:
+    try:
+        ref = ComponentRef.model_validate(setup.components[kind])
+    except KeyError:
+        raise ConfigError(f"the log does not say which {kind} there was: no registry had built it.", log.name) from None
+    return registry.build(kind, ref, f"{log.name}: engine.components.{kind}")
+
+
+def _told(groups: Any) -> str:
+    return ", ".join(f"{name}: {group.num_pages} pages of {group.page_size}" for name, group in groups.items())

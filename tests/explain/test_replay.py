@@ -1,0 +1,200 @@
+"""What a log says can be done again: every decision of every scheduler with every KV manager is the same."""
+
+import json
+import random
+
+import pytest
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.testing.kv_transfer import LateWorker
+from hotswap.core.testing.rig import build
+from hotswap.lab.decisions.again import replay
+from hotswap.lab.decisions.log import open_logs
+from hotswap.plugins.kv_transfer.copies import HostTierWorker, InOrder
+
+SCHEDULERS = ["static", "continuous", "chunked", "prefill_first"]
+MANAGERS = ["contiguous", "paged", "prefix", "radix"]
+POLICIES = ["fcfs", "priority", "shortest_first", "longest_prefix_first", "fair_share"]
+
+
+def same(recording, log=None):
+    """The log's replay came out the same, to its last step."""
+    outcome = replay(log or recording.stop())
+    assert outcome.divergence is None and outcome.broke is None and outcome.stopped is None, outcome
+    assert outcome.steps == recording.rig.loop.steps > 20
+    return outcome
+
+
+def events_of(recording, kind):
+    return [event for line in recording.path.read_text().splitlines() if (event := json.loads(line))["event"] == kind]
+
+
+def suspended(recording):
+    return {mode for event in events_of(recording, "step") for _, mode, _ in event["suspensions"]}
+
+
+@pytest.mark.parametrize("kv", MANAGERS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler_with_every_manager_decides_the_same_again(record, scheduler, kv):
+    pages = 1 + (4 * 32 if kv == "contiguous" else 33)
+    recording = record(scheduler=scheduler, kv=kv, num_pages=pages, depth=2, lookahead=2)
+    same(recording.traffic(forks=True, resets=True))
+    endings = {event["reason"] for event in events_of(recording, "finish")}
+    assert endings == {"length", "stop", "abort"}
+    assert events_of(recording, "reset")
+    if kv in ("prefix", "radix"):
+        assert any(event["cached_tokens"] for event in events_of(recording, "finish"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_every_queue_policy_decides_the_same_again(record, policy, depth):
+    recording = record(scheduler=build("scheduler", "chunked", policy=policy), depth=depth)
+    same(recording.traffic())
+    assert suspended(recording) == {"recompute"}
+
+
+def test_weights_of_tenants_are_known_to_a_replay_since_the_config_names_them(record):
+    policy = {"use": "fair_share", "tenant_weights": {"a": 5.0}}
+    recording = record(scheduler=build("scheduler", "continuous", policy=policy), max_running=2, config={
+        "scheduler": {"policy": policy}})
+    same(recording.traffic())
+    tenants = {event["tenant"] for event in events_of(recording, "arrival")}
+    assert {"", "a"} < tenants and "b" not in tenants and len(tenants) == 3
+
+
+def test_steps_that_do_not_chain_are_replayed(record):
+    same(record(depth=2, chained=False).traffic())
+
+
+def test_cache_groups_with_windows_are_replayed(record):
+    for kv in ("prefix", "radix"):
+        recording = record(f"{kv}.jsonl", kv=kv, windows={"full": None, "window": 9}, num_pages=1 + 40, depth=2)
+        same(recording.traffic())
+        assert len(events_of(recording, "header")[0]["engine"]["groups"]) == 2
+
+
+def test_a_speculator_s_tail_is_replayed(record):
+    same(record(lookahead=3, reuse_tail=2, depth=2).traffic())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_host_tier_makes_the_same_swaps_and_finds_the_same_prefixes(record, overlap):
+    rng = random.Random(4)
+    recording = record(
+        depth=2, transfer=build("kv_transfer", "host", memory=8192, swap_overhead=20, overlap=overlap),
+        wrap_transfer=(lambda w: LateWorker(HostTierWorker(True, InOrder()), rng)) if overlap else lambda w: w)
+    same(recording.traffic(90, few_prompts=True, resets=True))
+    assert "swap" in suspended(recording)
+    assert recording.rig.loop.transfers.counters()["hits"]
+
+
+def test_with_token_ids_in_the_log_it_is_the_same(record):
+    same(record(log={"tokens": True}, depth=2, lookahead=2).traffic(forks=True))
+
+
+def test_a_prompt_that_repeats_an_answer_finds_its_pages_again(record):
+    """The second turn of a conversation, whose prompt holds the first answer to its last token."""
+    recording = record(num_pages=100, lookahead=2)
+    for number in range(4):
+        first = recording.rig.add(f"a{number}", [number] * 9, 24, eos_token_ids=frozenset([5]))
+        recording.rig.run()
+        answer = recording.rig.client.tokens(first.id)
+        recording.rig.add(f"b{number}", [number] * 9 + answer + [3, 1, 4], 9)
+        recording.rig.run()
+    same(recording)
+    cached = {event["id"]: event["cached_tokens"] for event in events_of(recording, "finish")}
+    assert any(cached[f"b{number}"] > 9 for number in range(4)), "pages of the answers were found"
+
+
+def test_a_plan_that_failed_is_replayed_as_it_was(record):
+    """A scheduler that breaks at one arrival of many: what it had started waits again, and all goes on."""
+    recording = record()
+    reserve = recording.rig.loop.parts.kv.reserve
+    left = [7]
+
+    def failing(*arguments, **named):
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("planted")
+        return reserve(*arguments, **named)
+
+    recording.rig.loop.parts.kv.reserve = failing
+    log = recording.traffic().stop()
+    assert len(events_of(recording, "plan_failed")) == 1
+    outcome = replay(log)
+    assert outcome.divergence is not None, "the manager that is built anew does not fail"
+    assert outcome.divergence.logged == {"event": "plan_failed"}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_a_cut_log_is_replayed_up_to_there(record, share):
+    recording = record(depth=2, lookahead=2)
+    recording.traffic(few_prompts=True).stop()
+    text = recording.path.read_text()
+    recording.path.write_text(text[: int(len(text) * share)])
+    [log] = open_logs([recording.path])
+    outcome = replay(log)
+    assert outcome.equal and outcome.steps > 5
+    assert "the line is cut" in outcome.notes[0]
+
+
+def rewrite(recording, change):
+    """The log with its events changed."""
+    recording.stop()
+    events = [json.loads(line) for line in recording.path.read_text().splitlines()]
+    for event in events:
+        change(event)
+    recording.path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return open_logs([recording.path])[0]
+
+
+def test_another_scheduler_shows_the_first_step_that_differs_and_both_plans(record):
+    def change(event):
+        if event["event"] == "header":
+            event["engine"]["components"]["scheduler"] = {"use": "static"}
+
+    outcome = replay(rewrite(record().traffic(), change))
+    assert not outcome.equal
+    assert outcome.divergence.what == "plan"
+    assert outcome.divergence.logged["rows"] != outcome.divergence.replayed["rows"]
+
+
+@pytest.mark.parametrize(("event", "key", "change", "what"), [
+    ("step", "pages", lambda pages: pages[1:], "plan"), ("step", "holds", lambda holds: [], "plan"),
+    ("verdict", "usage", lambda usage: usage[::-1], "cache"), ("finish", "preemptions", lambda n: n + 1, "endings")])
+def test_whatever_differs_is_found(record, event, key, change, what):
+    seen = []
+
+    def change_first(found):
+        if found["event"] == event and found[key] and not seen:
+            seen.append(found["n"])
+            found[key] = change(found[key])
+
+    outcome = replay(rewrite(record().traffic(), change_first))
+    assert seen and outcome.divergence is not None and outcome.divergence.what == what
+
+
+def test_a_replay_stops_where_parts_were_exchanged_and_says_so(record):
+    recording = record()
+    recording.traffic(20)
+    recording.live.observers.notify(
+        "hotswap_component_exchanged", path="scheduler", kind="scheduler", old="scheduler:chunked",
+        new="scheduler:static", options={}, pause=0.0, handed_over=0, recomputed=0, problem="", time=recording.rig.clock.now())
+    outcome = replay(recording.traffic(20, seed=9).stop())
+    assert outcome.equal and 0 < outcome.steps < recording.rig.loop.steps
+    assert "scheduler:chunked gave way to scheduler:static behind step" in outcome.stopped
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda engine: engine["components"].pop("kvcache"), "does not say which kvcache there was"),
+    (lambda engine: engine.pop("limits"), "the header's engine.limits: Field required"),
+    (lambda engine: engine["components"]["scheduler"].update(use="lost:mine"), "no scheduler is called 'lost:mine'"),
+    (lambda engine: engine["groups"]["full"].update(num_pages=9), "divides the memory otherwise here, full: 34 pages "),
+    (lambda engine: engine["components"].update(kv_transfer={"use": "shm"}), "whose answers are in no log"),
+])
+def test_a_log_that_cannot_be_replayed_here_says_why(record, change, message):
+    log = rewrite(record().traffic(4), lambda event: event["event"] == "header" and change(event["engine"]))
+    with pytest.raises(ConfigError) as caught:
+        replay(log)
+    assert message in str(caught.value)
