@@ -1,8 +1,8 @@
 """What the ranks of one engine tell each other in a step, so that all of them compute the same rows.
 
 The first rank of the first stage decides on drafts, the first rank of the last stage on tokens. Both are told as
-tensors of numbers [rows, width] whose shape every rank knows beforehand. A rank that fails there says so in the same
-place, and the step fails on all of them together.
+tensors of numbers [rows, width] whose shape every rank knows beforehand, whatever becomes of the rank that decides. One
+that fails says so in the same place: without drafts the step goes on, without tokens it fails on all of them together.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hotswap.core.execution.choosing import Choices
+from hotswap.core.execution.speculation import Proposal
+from hotswap.core.interfaces.speculator import Drawn
 from hotswap.core.modeling.mesh import Mesh
 
 _FAULTY = -1
 _FAILED = -2
+_DRAWN = -3
 
 
 class StepFailedTogether(Exception):
@@ -21,28 +24,91 @@ class StepFailedTogether(Exception):
     reason."""
 
 
+class ProposalEndedError(Exception):
+    """The rank that leads has ended its proposal, while this one would have it draw."""
+
+
 class Accord:
-    """``lookahead``: most drafts of a row. Where a rank is alone, everything is its own word."""
+    """``lookahead``: most drafts of a row. ``meets``: ranks that propose may meet in collectives of the target's. Where
+    a rank is alone, everything is its own word.
 
-    def __init__(self, mesh: Mesh, device: str, lookahead: int) -> None:
-        self._mesh, self._device, self._lookahead = mesh, device, lookahead
+    What the leading rank says of drafts is a table [rows, 2 + lookahead]: in the first row's first place the number of
+    proposals that made no sense, or what else the table is; then by row a length and so many drafts. A draw has its
+    tokens in the places of the drafts, so that whoever waits for a draw or for the end understands either.
+    """
 
-    def drafts(self, count: int, propose: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """The drafts of ``count`` rows. ``propose`` is called on each rank of the first stage; those of the rank that
-        leads it are taken."""
-        if self._mesh.alone:
-            return propose()
-        table, error = torch.full((count, 1 + self._lookahead), _FAILED), None
-        if self._mesh.is_first:
-            try:
-                table = _table(propose(), self._lookahead)
-            except Exception as raised:
-                error = raised
-            table = self._mesh.share(table.to(self._device))
+    def __init__(self, mesh: Mesh, device: str, lookahead: int, meets: bool = False) -> None:
+        self._mesh, self._device, self._lookahead, self._meets = mesh, device, lookahead, meets
+        self._rows, self._drawing = 0, False
+        self._last_word: torch.Tensor | None = None
+        """The table of the leading rank that came while this one waited for a draw."""
+
+    def drafts(self, count: int, propose: Callable[[], Proposal]) -> Proposal:
+        """The drafts of ``count`` rows, and how many proposals were dropped. ``propose`` is called on each rank of the
+        first stage, and may :meth:`draw`; what the rank that leads says counts.
+
+        Where it raises there, no row has a draft. Raises where it raised on a rank that others may be waiting for in a
+        collective of the target's: they cannot be told."""
+        own = Proposal([[] for _ in range(count)], None, 1, failed=True)
+        self._rows, self._drawing, self._last_word = count, False, None
+        if not self._mesh.is_first:
+            own = own._replace(failed=False)
         else:
+            try:
+                own = propose()
+            except Exception:
+                if self._meets and not self._drawing and not self._mesh.alone:
+                    raise
+        return own if self._mesh.alone else self._agreed(own)
+
+    def draw(self, count: int, draw: Callable[[], Drawn]) -> Drawn:
+        """``count`` drafts inside ``propose``. ``draw`` is called on the rank that leads, and others get its tokens
+        alone. ProposalEndedError where it has none to give."""
+        if self._mesh.alone:
+            return draw()
+        if self._last_word is not None:
+            raise ProposalEndedError("the rank that leads has ended its proposal; its log says why")
+        if count > self._rows * self._lookahead:
+            raise ValueError(f"{count} drafts at once, more than {self._lookahead} for each of {self._rows} rows")
+        self._drawing, drawn = True, Drawn([], None)
+        table = self._empty(_DRAWN)
+        if self._mesh.leads:
+            drawn = draw()
+            places = torch.zeros(self._rows * self._lookahead, dtype=torch.int64)
+            places[:count] = torch.tensor(drawn.tokens)
+            table[:, 2:] = places.view(self._rows, self._lookahead)
+        table = self._mesh.share(table.to(self._device))
+        if int(table[0, 0]) != _DRAWN:
+            self._last_word = table
+            raise ProposalEndedError("the rank that leads has ended its proposal; its log says why")
+        self._drawing = False
+        return Drawn(table[:, 2:].flatten()[:count].tolist(), drawn.probs)
+
+    def _agreed(self, own: Proposal) -> Proposal:
+        table = self._empty(_FAILED)
+        if not self._mesh.is_first:
             table = self._mesh.receive(table.to(self._device))
+        elif self._last_word is not None:
+            table = self._last_word
+        else:
+            if not own.failed:
+                table = torch.cat([torch.zeros_like(table[:, :1]), _table(own.drafts, self._lookahead)], 1)
+                table[0, 0] = own.dropped
+            word = self._mesh.share(table.to(self._device))
+            while int(word[0, 0]) == _DRAWN:  # this rank has failed, or drawn less than the leading one
+                word = self._mesh.share(table.to(self._device))
+            table = word
         self._mesh.pass_on(table)
-        return [row[1 : 1 + row[0]] for row in _checked(table, error)]
+        rows = table.tolist()
+        dropped = rows[0][0]
+        if dropped == _FAILED:
+            return Proposal([[] for _ in rows], None, 1, failed=True)
+        return Proposal([row[2 : 2 + row[1]] for row in rows], own.probs, dropped, own.failed)
+
+    def _empty(self, what: int) -> torch.Tensor:
+        table = torch.zeros(self._rows, 2 + self._lookahead, dtype=torch.int64)
+        table[0, 0] = what
+        return table
 
     def choices(self, count: int, choose: Callable[[], Choices]) -> Choices:
         """What ``count`` rows keep. ``choose`` is called on the first rank of the stage; the others learn the tokens,

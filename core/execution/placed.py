@@ -14,13 +14,15 @@ from hotswap.core.modeling.mesh import Mesh
 
 @dataclass(frozen=True)
 class Placed:
-    """An attention backend and a speculator, bound to the model and loaded. ``keys``: the steps to capture."""
+    """An attention backend and a speculator, bound to the model and loaded. ``keys``: the steps to capture.
+    ``speculator_bytes``: of its weights."""
 
     attention: AttentionBackend
     speculator: Speculator
     needs: SpeculatorNeeds
     own_cache: SpeculatorCache
     keys: tuple[GraphKey, ...]
+    speculator_bytes: int = 0
 
 
 def keys_for(

@@ -22,7 +22,7 @@ from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser
 from hotswap.core.execution.graphs import StepGraphs
 from hotswap.core.execution.layout import IntArray, batch_layout, token_positions
 from hotswap.core.execution.logprobs import prompt_logprobs
-from hotswap.core.execution.speculation import Proposal, Speculation
+from hotswap.core.execution.speculation import Speculation
 from hotswap.core.interfaces.kv_transfer import TransferWorker
 from hotswap.core.interfaces.messages import NewRequest, RowVerdict, StepMessage, Suspended, Verdict
 from hotswap.core.interfaces.model import Model
@@ -65,14 +65,14 @@ class ModelRunner:
 
     def __init__(
         self, model: Model, cache: PagedCache, table: RequestTable, speculation: Speculation,
-        chooser: TokenChooser, device: str, clock: Callable[[], float], mesh: Mesh = LOCAL_MESH,
+        chooser: TokenChooser, device: str, clock: Callable[[], float], accord: Accord, mesh: Mesh = LOCAL_MESH,
         hidden: tuple[int, torch.dtype] = (0, torch.float32), transfer: TransferWorker | None = None,
     ) -> None:
         self._model, self._device = model, device
         self._groups = tuple(spec.group for spec in model.cache_specs())
         self._mesh, self._hidden = mesh, hidden
         self._samples = mesh.is_last and mesh.leads
-        self._accord = Accord(mesh, device, speculation.lookahead)
+        self._accord = accord
         self._broken: dict[str, str] = {}
         self._drafted: dict[str, int] = {}
         self._took_part = False
@@ -254,15 +254,10 @@ class ModelRunner:
         """Ask for drafts and write them behind the known tokens; returns how many proposals made no sense."""
         if not self._speculation.lookahead:
             return 0
-        proposal = Proposal([], None, 0)
-
-        def propose() -> list[list[int]]:
-            nonlocal proposal
-            proposal = self._speculation.propose(self._questions(batch))
-            return proposal.drafts
-
-        batch.drafts = self._accord.drafts(len(batch.rows), propose)
-        batch.draft_probs = proposal.probs
+        proposal = self._accord.drafts(len(batch.rows), lambda: self._speculation.propose(self._questions(batch)))
+        if proposal.failed:
+            self._speculation.lose(row.request for row in batch.rows)
+        batch.drafts, batch.draft_probs = proposal.drafts, proposal.probs
         for slot, known, drafts in zip(batch.slots, batch.known, batch.drafts, strict=True):
             self._table.tokens[slot, known : known + len(drafts)] = drafts
         if not self._mesh.is_last:
@@ -294,7 +289,9 @@ class ModelRunner:
                 seen.append((report, resident))
                 rows.append(self._observed(resident, report.drafted, report.accepted, begin, int(offset)))
         lags = self._speculation.observe(rows, taps)
-        for (report, resident), lag in zip(seen, lags, strict=True):
+        for (report, resident), row, lag in zip(seen, rows, lags, strict=True):
+            if lag is None:
+                lag = int(self._table.lag[resident.slot]) + row.computed - row.begin
             report.lag = self._table.lag[resident.slot] = lag
 
     def _observed(self, resident: Resident, drafted: int, accepted: int, begin: int, offset: int) -> ObservedRow:

@@ -4,13 +4,14 @@ Whatever it proposes, the answer stays exact; what makes no sense is dropped and
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hotswap.core.errors import ComponentError
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import blaming
@@ -24,11 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 class Proposal(NamedTuple):
-    """By row: ``drafts``, and ``probs`` that have the right shape and type; ``dropped`` counts what was not taken."""
+    """By row: ``drafts``, and ``probs`` that have the right shape and type; ``dropped`` counts what was not taken.
+    ``failed``: nothing could be asked, here or on the rank that leads."""
 
     drafts: list[list[int]]
     probs: list[torch.Tensor | None] | None
     dropped: int
+    failed: bool = False
 
 
 class SpeculatorCache:
@@ -99,48 +102,79 @@ class SpeculatorCache:
 
 
 class Speculation:
-    """Asks the speculator and checks what it says. ``on``: there is anything to ask, and this rank asks it."""
+    """Asks the speculator and checks what it says. ``on``: there is anything to ask, and this rank asks it.
+
+    One with a cache of its own lacks what it did not compute in a proposal that failed: it forgets those requests, and
+    neither proposes nor observes them any more."""
 
     def __init__(self, speculator: Speculator, vocab_size: int, asks: bool = True) -> None:
         needs = speculator.needs()
         self.speculator, self.taps, self.lookahead = speculator, needs.taps, needs.lookahead
         self.on = asks and needs.lookahead > 0
-        self._vocab_size = vocab_size
-        self._warned = False
+        self._vocab_size, self._keeps_cache = vocab_size, bool(needs.cache_specs)
+        self._lost: set[str] = set()
+        self._told: set[str] = set()
 
     def propose(self, rows: Sequence[ProposeRow]) -> Proposal:
-        with blaming(self.speculator, "propose"):
-            drafts = self.speculator.propose(rows)
-            _refuse_trees(drafts)
-        tokens, probs, problems = _taken(rows, drafts, self._vocab_size)
-        if problems and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s proposed what makes no sense, which is dropped and counted from now on: %s",
-                self.speculator.label, problems[0])
+        """Raises what the speculator does, having logged it."""
+        asked = [row for row in rows if row.request not in self._lost]
+        try:
+            with blaming(self.speculator, "propose"):
+                drafts = self.speculator.propose(asked) if asked else Drafts([])
+        except ComponentError as error:
+            self._warn("no proposal", error, error)
+            raise
+        tokens, probs, problems = _taken(asked, drafts, self._vocab_size)
+        if problems:
+            self._warn("what makes no sense", problems[0])
+        if len(asked) < len(rows):
+            places = {row.request: place for place, row in enumerate(asked)}
+            at = [places.get(row.request) for row in rows]
+            tokens = [[] if place is None else tokens[place] for place in at]
+            probs = probs and [None if place is None else probs[place] for place in at]
         return Proposal(tokens, probs, len(problems))
 
-    def observe(self, rows: Sequence[ObservedRow], taps: dict[str, torch.Tensor]) -> Sequence[int]:
-        """By row, how far the speculator's own groups are behind."""
+    def lose(self, requests: Iterable[str]) -> None:
+        """A proposal for these has failed."""
+        if self._keeps_cache:
+            new = [request for request in requests if request not in self._lost]
+            self.forget(new)
+            self._lost.update(new)
+
+    def observe(self, rows: Sequence[ObservedRow], taps: dict[str, torch.Tensor]) -> list[int | None]:
+        """By row, how far the speculator's own groups are behind; None: by this step's tokens more than before."""
+        known = [row for row in rows if row.request not in self._lost]
         with blaming(self.speculator, "observe"):
-            lags = self.speculator.observe(rows, taps)
+            lags = self.speculator.observe(known, taps)
             if lags is None:
-                return [0] * len(rows)
-            if len(lags) != len(rows):
-                raise ValueError(f"{len(lags)} lags for {len(rows)} rows")
-        return lags
+                lags = [0] * len(known)
+            if len(lags) != len(known):
+                raise ValueError(f"{len(lags)} lags for {len(known)} rows")
+        given = iter(lags)
+        return [None if row.request in self._lost else next(given) for row in rows]
 
     def forget(self, requests: Sequence[str]) -> None:
+        known = [request for request in requests if request not in self._lost]
+        self._lost.difference_update(requests)
         with blaming(self.speculator, "forget"):
-            self.speculator.forget(requests)
+            self.speculator.forget(known)
+
+    def _warn(self, what: str, reason: object, error: Exception | None = None) -> None:
+        """The first time, since it may happen in every step."""
+        logger.log(
+            logging.DEBUG if what in self._told else logging.WARNING,
+            "%s made %s, which is dropped and counted from now on: %s", self.speculator.label, what, reason,
+            exc_info=error)
+        self._told.add(what)
 
 
-def _refuse_trees(drafts: Drafts) -> None:
+def _trees(drafts: Drafts) -> str | None:
     for row, parents in enumerate(drafts.parents or ()):
         if list(parents) != list(range(-1, len(parents) - 1)):
-            raise ValueError(
-                f"row {row} has parents {list(parents)}, a tree, but the verifier takes chains only: propose one "
-                "draft behind the other, and leave parents out")
+            return (
+                f"row {row} has parents {list(parents)}, a tree, but the verifier takes chains only: propose one draft "
+                "behind the other, and leave parents out")
+    return None
 
 
 def _taken(
@@ -149,6 +183,8 @@ def _taken(
     """Tokens and probabilities that can be verified, and what is wrong with the rest."""
     nothing: list[list[int]] = [[] for _ in rows]
     given, probs = drafts.tokens, drafts.probs
+    if (tree := _trees(drafts)) is not None:
+        return nothing, None, [tree]
     if len(given) != len(rows):
         return nothing, None, [f"{len(given)} proposals for {len(rows)} rows"]
     if probs is not None and len(probs) != len(rows):

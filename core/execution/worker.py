@@ -11,6 +11,7 @@ import torch
 
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.errors import ConfigError
+from hotswap.core.execution.accord import Accord
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
@@ -224,7 +225,7 @@ class ModelWorker:
         """The model has its weights; the speculator takes its own."""
         self._weight_bytes = weight_bytes
         if self._mesh.is_first:
-            self._placed.speculator.load()
+            self._placed = replace(self._placed, speculator_bytes=self._placed.speculator.load())
 
     def info(self) -> WorkerInfo:
         return self._info(self._placed)
@@ -255,7 +256,7 @@ class ModelWorker:
         else:
             prepared = self._place(attention, speculator, keys)
             if self._mesh.is_first:
-                speculator.load()
+                prepared = replace(prepared, speculator_bytes=speculator.load())
         self._prepared = prepared
         return self._info(prepared)
 
@@ -314,10 +315,11 @@ class ModelWorker:
         self._cache = cache
         self._table = table = RequestTable(plan, settings.max_running, max_tokens, lagging=own)
         self._placed.own_cache.attach(own, table, cache)
+        self._accord = Accord(self._mesh, settings.device, needs.lookahead, meets=bool(needs.taps))
         speculation = Speculation(self._placed.speculator, self._facts.vocab_size, self._mesh.is_first)
         self._runner = ModelRunner(
-            self._model, cache, table, speculation, self._chooser, settings.device, self._clock, self._mesh,
-            (self._facts.hidden_size, getattr(torch, settings.dtype)), self._transfer)
+            self._model, cache, table, speculation, self._chooser, settings.device, self._clock, self._accord,
+            self._mesh, (self._facts.hidden_size, getattr(torch, settings.dtype)), self._transfer)
         if self._graph_device is not None and self._placed.keys:
             self._capture(self._runner, self._graph_device, table, cache, shapes)
 
@@ -358,11 +360,7 @@ class ModelWorker:
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[DraftRow]) -> Drawn:
         """See ``Draw``. The rank that leads the stage draws, since it alone knows how."""
-        if self._mesh.alone:
-            return self._chooser.draw(logits, rows)
-        drawn = self._chooser.draw(logits, rows) if self._mesh.leads else Drawn([0] * len(rows), None)
-        tokens = self._mesh.share(torch.tensor(drawn.tokens, device=self._settings.device))
-        return Drawn(tokens.tolist(), drawn.probs)
+        return self._accord.draw(len(rows), lambda: self._chooser.draw(logits, rows))
 
     def join(self) -> None:
         assert self._runner is not None, "join before allocate"
@@ -373,7 +371,7 @@ class ModelWorker:
         return RankReport(
             self._rank, self._settings.device, self._weight_bytes, self._kv_bytes, self._mesh.counts(),
             {name: values.flatten().tolist() for name, values in self._model.statistics().items()},
-            self._runner.graph_totals() if self._runner else {})
+            self._runner.graph_totals() if self._runner else {}, self._placed.speculator_bytes)
 
     def close(self) -> None:
         self._runner = self._cache = None

@@ -135,8 +135,10 @@ class CollectiveCount(NamedTuple):
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank holds and has done. ``collectives``: by operation and strategy ("reduce tensor"), since the start.
-    ``statistics``: the model's own counters. ``counts``: what happened in its steps ("graph_replays" …), since then."""
+    """What one rank holds and has done. ``weight_bytes``: of the model; ``speculator_bytes``: of a draft model's or a
+    head's weights, which every rank has whole. ``collectives``: by operation and strategy ("reduce tensor"), since the
+    start. ``statistics``: the model's own counters. ``counts``: what happened in its steps ("graph_replays" …), since
+    then."""
 
     rank: int
     device: str
@@ -145,6 +147,7 @@ class RankReport:
     collectives: dict[str, CollectiveCount] = field(default_factory=dict)
     statistics: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    speculator_bytes: int = 0
 
 
 class Worker(Protocol):

@@ -97,6 +97,7 @@ class SpeculatorServices:
     the width of its logits.
 
     ``target``: the target model, built and not yet loaded, with its ``facts`` and the ``checkpoint`` it comes from.
+    Only one that reads ``taps`` has it compute (``embed``, ``unembed``): several ranks do that together.
     ``make_model(checkpoint)`` gives the model component for another checkpoint, neither built nor loaded.
     ``first_layer``: own layers are numbered from here. ``cache`` and ``draw`` serve from the first step on.
 
@@ -140,7 +141,7 @@ class Drafts:
     were sampled from (float32), None where they were chosen and not sampled.
 
     ``parents[i]``: for each of row i's drafts the index of the draft before it, -1 for the last known token. None: each
-    row is a chain. The verifier takes chains only, so far, and refuses parents that are none.
+    row is a chain. The verifier takes chains only, so far: others are dropped.
     """
 
     tokens: list[list[int]]
@@ -181,13 +182,17 @@ class Speculator(Component):
     def bind(self, services: SpeculatorServices) -> None:
         """Called once, before any weight is read: ConfigError for what does not fit the target."""
 
-    def load(self) -> None:
-        """Read weights of its own; the target's are loaded."""
+    def load(self) -> int:
+        """Read weights of its own, and return their bytes; the target's are loaded."""
+        return 0
 
     @abstractmethod
     def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
         """At the start of the step in which the drafts are verified; sees all rows of the step. Rows without slots only
-        fill its cache."""
+        fill its cache.
+
+        Where it raises, the step goes on without drafts. One that has cache groups of its own is told to :meth:`forget`
+        the rows' requests, since its cache lacks them from here on, and not asked about them any more."""
 
     def observe(self, rows: Sequence[ObservedRow], taps: "Mapping[str, torch.Tensor]") -> Sequence[int] | None:
         """At the end of the step: each of its rows that did not fail. ``taps`` [T, hidden], by name.

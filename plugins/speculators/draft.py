@@ -78,10 +78,11 @@ class DraftModelSpeculator(Speculator):
         model.build(self._checkpoint.config, LOCAL_MESH, self._dtype, services.device)
         self._model = model
 
-    def load(self) -> None:
+    def load(self) -> int:
         assert self._model is not None, "load before bind"
         with self._checkpoint.weights() as weights:
             self._model.load(weights)
+        return int(weights.taken * self._dtype.itemsize)
 
     def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
         """One pass over what the draft model has not seen of the rows, then one for each further draft."""

@@ -83,9 +83,10 @@ class EagleSpeculator(Speculator):
             config, services.first_layer, checkpoint.weights(), self._dtype, services.device)
         self._step = DraftStep(self._run, (((config.hidden_size,), self._dtype), ((), torch.int64)))
 
-    def load(self) -> None:
+    def load(self) -> int:
         with self._checkpoint.weights() as weights:
             self._built.load(weights)
+        return int(weights.taken * self._dtype.itemsize)
 
     def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
         """From the head's last state on, which :meth:`observe` has left; a row that has none yet gets no drafts."""

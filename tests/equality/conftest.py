@@ -1,6 +1,7 @@
 """Whole engines, from a config to tokens, against transformers' own greedy generation."""
 
 import contextlib
+import copy
 import gc
 import importlib.util
 import random
@@ -415,6 +416,25 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
         path = tmp_path_factory.mktemp(f"tiny-{family.lower()}")
         model.save_pretrained(path)
         return Tiny(path, Reference(model))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def noisy_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tiny, float], Path]:
+    """``noisy_of(model, noise)``: the model with noise on its weights, of so many standard deviations of each: a draft
+    model that is often right."""
+
+    def make(tiny: Tiny, noise: float) -> Path:
+        model = copy.deepcopy(tiny.reference.model)
+        random = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=random)
+        path = tmp_path_factory.mktemp("noisy")
+        model.save_pretrained(path)
+        return path
 
     return make
 

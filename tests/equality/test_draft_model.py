@@ -15,20 +15,8 @@ NOISE = 0.03
 
 
 @pytest.fixture(scope="session")
-def noisy(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with noise on its weights: a draft model that is often right."""
-    import copy
-
-    import torch
-
-    model = copy.deepcopy(tiny.reference.model)
-    random = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter += NOISE * parameter.std() * torch.randn(parameter.shape, generator=random)
-    path = tmp_path_factory.mktemp("noisy-llama")
-    model.save_pretrained(path)
+def noisy(tiny: Any, noisy_of: Any) -> Path:
+    path: Path = noisy_of(tiny, NOISE)
     return path
 
 

@@ -198,6 +198,9 @@ def test_each_rank_of_tensor_parallelism_has_a_head(run: Any, book: Any, tiny: A
     for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS), strict=True):
         book.compare(tiny.reference, prompt, output)
     assert 0.2 < engine.seen["accepted"] / (engine.seen["accepted"] + engine.seen["rejected"]) < 0.8
+    reports = engine.built.engine.call(engine.built.engine.loop.parts.executor.report)
+    assert len(reports) == 2
+    assert reports[0].speculator_bytes == reports[1].speculator_bytes > 4 * HIDDEN * HIDDEN
     engine.assert_clean()
 
 

@@ -22,6 +22,8 @@ from hotswap.plugins.parallel.inline import InlineExecutor
 
 CHUNKED = {"use": "chunked", "max_chunk": 7}
 NGRAM = {"use": "ngram", "min_n": 1, "max_n": 2, "max_draft": 3}
+NOISE = 0.03
+"""Of a draft model's weights, in standard deviations of each: so much that 20 to 80 % of the drafts are accepted."""
 TOKENS = 14
 
 
@@ -82,10 +84,12 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.mark.slow
-def test_ranks_equal_one_device_with_everything_switched_on(run, book, odd, sharding):
-    """Chunks, prefix hits, preemption, two or more steps in flight and drafts, all in one run."""
+def test_ranks_equal_one_device_with_everything_switched_on(run, book, odd, noisy_of, sharding):
+    """Chunks, prefix hits, preemption, two or more steps in flight and drafts, all in one run. On one stage the drafts
+    are those of the target with noise, and 20 to 80 % of them are right; on several they are copied."""
     ranks, stages, _ = sizes(sharding)
-    config = odd.config(CHUNKED, "prefix", NGRAM, 2, parallel=sharding)
+    drafting = NGRAM if stages > 1 else {"use": "draft", "model": str(noisy_of(odd, NOISE)), "max_draft": 3}
+    config = odd.config(CHUNKED, "prefix", drafting, 2, parallel=sharding, num_blocks=38)
     if stages > 1:
         del config["execution"]["depth"]
     engine = run(config)
@@ -98,6 +102,63 @@ def test_ranks_equal_one_device_with_everything_switched_on(run, book, odd, shar
     assert seen["accepted"] and seen["rejected"]
     found = reports(engine)
     assert [report.rank for report in found] == list(range(ranks))
+    if stages == 1:
+        print(seen["accepted"] / (seen["accepted"] + seen["rejected"]))
+        assert 0.2 < seen["accepted"] / (seen["accepted"] + seen["rejected"]) < 0.8
+        whole = 4 * sum(parameter.numel() for parameter in odd.reference.model.parameters())
+        assert {report.speculator_bytes for report in found} == {whole}, "each rank drafts, so that all draw together"
+    engine.assert_clean()
+
+
+FAILING = """
+import torch.distributed as dist
+from hotswap.plugins.speculators.draft import DraftModelSpeculator
+
+
+class Failing(DraftModelSpeculator):
+    class Options(DraftModelSpeculator.Options):
+        rank: int
+
+    calls = 0
+
+    def propose(self, rows):
+        self.calls += 1
+        if self.calls in (3, 6) and dist.get_rank() == self.options.rank:
+            if self.calls == 6:
+                super().propose(rows)
+            raise ValueError("planted")
+        return super().propose(rows)
+"""
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    """Installs a speculator whose third proposal fails on one rank alone before it draws, and its sixth one after that.
+    """
+    (tmp_path / "failing_speculator.py").write_text(FAILING)
+    (tmp_path / "failing-1.dist-info").mkdir()
+    (tmp_path / "failing-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1\n")
+    (tmp_path / "failing-1.dist-info" / "entry_points.txt").write_text(
+        "[hotswap.speculator]\nfailing = failing_speculator:Failing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank, dropped", [(0, 2), (1, 0)], ids=["the leading rank", "another rank"])
+def test_a_proposal_that_fails_on_one_rank_is_dropped_and_counted_and_nobody_waits(
+        run, book, odd, noisy_of, failing, rank, dropped):
+    """The other ranks are in the midst of drawing. Requests that come later are drafted for as ever."""
+    drafting = {"use": "failing", "model": str(noisy_of(odd, NOISE)), "max_draft": 3, "rank": rank}
+    engine = run(odd.config("chunked", "prefix", drafting, 2, parallel=[{"use": "tensor", "size": 2}]))
+    accepted = []
+    for seed in (1, 2):
+        prompts = odd.prompts(seed)
+        for prompt, output in zip(prompts, engine.generate(prompts, TOKENS), strict=True):
+            book.compare(odd.reference, prompt, output)
+        accepted.append(engine.seen["accepted"] - sum(accepted))
+    assert accepted[1] > 10
+    assert engine.built.engine.loads().extra["speculation"]["dropped_proposals"] == dropped
+    assert engine.built.engine.health() is None
     engine.assert_clean()
 
 

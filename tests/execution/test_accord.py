@@ -1,13 +1,16 @@
 """Ranks tell each other drafts and tokens; here they are threads that meet at a barrier."""
 
+import contextlib
 import queue
 import threading
 
 import pytest
 import torch
 
-from hotswap.core.execution.accord import Accord, StepFailedTogether
+from hotswap.core.execution.accord import Accord, ProposalEndedError, StepFailedTogether
 from hotswap.core.execution.choosing import Choices
+from hotswap.core.execution.speculation import Proposal
+from hotswap.core.interfaces.speculator import Drawn
 from hotswap.core.modeling.mesh import Mesh
 
 
@@ -37,16 +40,19 @@ class Shared(Mesh):
             self.line.put(x)
 
 
-def on_two(work, **stage):
-    """``work(accord, leads)`` on two ranks of a stage; what each returned or raised."""
+def on_two(work, meets=False, **stage):
+    """``work(accord, leads)`` on two ranks of a stage; what each returned or raised. Who waits for nobody breaks the
+    barrier."""
     meeting, results = (threading.Barrier(2, timeout=10), {}), [None, None]
 
     def run(rank):
         mesh = Shared(rank == 0, meeting, **stage)
         try:
-            results[rank] = work(Accord(mesh, "cpu", 3), mesh.leads)
-        except StepFailedTogether as error:
+            results[rank] = work(Accord(mesh, "cpu", 3, meets), mesh.leads)
+        except (StepFailedTogether, ValueError, threading.BrokenBarrierError) as error:
             results[rank] = error
+            if not isinstance(error, StepFailedTogether):
+                meeting[0].abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -60,11 +66,25 @@ def fail():
     raise ValueError("planted")
 
 
+def said(*drafts, dropped=0):
+    return Proposal(list(drafts), None, dropped)
+
+
+def drawing(accord, count, own, times=2, end=None):
+    """A proposal of so many rounds of ``count`` drafts each; ``own`` is what this rank would draw."""
+    rounds = [accord.draw(count, lambda: Drawn([own] * count, None)).tokens for _ in range(times)]
+    if end is not None:
+        end()
+    return said(*map(list, zip(*rounds, strict=True)))
+
+
 def test_a_rank_that_is_alone_takes_its_own_word():
     accord = Accord(Mesh(), "cpu", 0)
     choices = Choices([[1]], [0])
     assert accord.choices(1, lambda: choices) is choices
-    assert accord.drafts(1, lambda: [[]]) == [[]]
+    assert accord.drafts(1, lambda: said([])) == said([])
+    assert accord.draw(1, lambda: Drawn([4], None)) == Drawn([4], None)
+    assert accord.drafts(2, fail) == Proposal([[], []], None, 1, failed=True)
     with pytest.raises(ValueError, match="planted"):
         accord.choices(1, fail)
 
@@ -81,9 +101,88 @@ def test_the_tokens_of_the_leading_rank_are_everybodys_and_only_it_is_asked():
 
 def test_the_drafts_of_the_leading_rank_are_everybodys_though_all_propose():
     def work(accord, leads):
-        return accord.drafts(2, lambda: [[1, 2], []] if leads else [[9], [9, 9]])
+        return accord.drafts(2, lambda: said([1, 2], [], dropped=1) if leads else said([9], [9, 9]))
 
-    assert on_two(work) == [[[1, 2], []]] * 2
+    assert on_two(work) == [said([1, 2], [], dropped=1)] * 2
+
+
+def test_the_draws_of_the_leading_rank_are_everybodys():
+    def work(accord, leads):
+        return accord.drafts(2, lambda: drawing(accord, 2, own=7 if leads else 9))
+
+    assert on_two(work) == [said([7, 7], [7, 7])] * 2
+
+
+NOTHING = Proposal([[], []], None, 1, failed=True)
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_leading_rank_that_fails_drops_this_proposal_on_every_rank_however_far_they_are(rounds, meets):
+    """In the draw after so many rounds, where the other has two; and the next step is as any other."""
+    def work(accord, leads):
+        own = 7 if leads else 9
+
+        def propose():
+            return drawing(accord, 2, own, rounds, lambda: accord.draw(2, fail)) if leads else drawing(accord, 2, own)
+
+        return accord.drafts(2, propose), accord.drafts(1, lambda: drawing(accord, 1, own))
+
+    assert on_two(work, meets) == [(NOTHING, said([7, 7]))] * 2
+
+
+def test_a_leading_rank_that_fails_before_it_draws_leaves_nobody_waiting():
+    def work(accord, leads):
+        first = accord.drafts(2, fail if leads else lambda: drawing(accord, 2, 9))
+        return first, accord.drafts(2, lambda: drawing(accord, 2, own=7 if leads else 9))
+
+    assert on_two(work) == [(NOTHING, said([7, 7], [7, 7]))] * 2
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_a_rank_that_fails_alone_takes_the_drafts_of_the_leading_one(rounds):
+    def work(accord, leads):
+        def propose():
+            return drawing(accord, 2, 7) if leads else drawing(accord, 2, 9, rounds, fail)
+
+        return accord.drafts(2, propose), accord.drafts(2, lambda: drawing(accord, 2, own=7 if leads else 9))
+
+    whole = said([7, 7], [7, 7])
+    assert on_two(work) == [(whole, whole), (whole._replace(failed=True), whole)]
+
+
+def test_a_rank_that_would_draw_more_often_than_the_leading_one_takes_its_drafts():
+    def work(accord, leads):
+        return accord.drafts(2, lambda: drawing(accord, 2, 7, 1) if leads else drawing(accord, 2, 9, 3))
+
+    assert on_two(work) == [said([7], [7]), said([7], [7])._replace(failed=True)]
+
+
+def test_a_speculator_that_goes_on_although_its_draws_end_waits_for_nobody():
+    def work(accord, leads):
+        def stubborn():
+            for _ in range(3):
+                with contextlib.suppress(ProposalEndedError):
+                    accord.draw(1, fail)
+            return said([9])
+
+        return accord.drafts(1, fail if leads else stubborn)
+
+    leader, follower = on_two(work)
+    assert leader.failed and follower.failed and leader.drafts == follower.drafts == [[]]
+
+
+def test_where_ranks_may_meet_in_the_target_one_that_fails_between_draws_is_lost_rather_than_wrong():
+    """Another may wait in a collective that this rank's next one would be taken for."""
+    for failing in (True, False):
+        results = on_two(
+            lambda accord, leads, failing=failing: accord.drafts(
+                2, fail if leads is failing else lambda: said([1], [2])), meets=True)
+        assert [isinstance(result, ValueError) for result in results] == [failing, not failing]
+
+
+def test_more_drafts_at_once_than_the_step_has_places_are_refused_on_every_rank():
+    assert on_two(lambda accord, leads: accord.drafts(2, lambda: drawing(accord, 7, 1))) == [NOTHING] * 2
 
 
 def test_a_rank_that_fails_to_choose_fails_the_step_on_every_rank_together():
@@ -96,14 +195,13 @@ def test_a_proposer_that_fails_is_told_to_later_stages_too():
     line = queue.SimpleQueue()
     first = on_two(lambda accord, leads: accord.drafts(2, fail), last=False, line=line)
     later = on_two(lambda accord, leads: accord.drafts(2, fail), first=False, line=line)
-    assert all(isinstance(result, StepFailedTogether) for result in [*first, *later])
-    assert isinstance(first[0].__cause__, ValueError)
+    assert [*first, *later] == [NOTHING] * 4
 
 
-def test_drafts_reach_later_stages_with_their_lengths():
-    line = queue.SimpleQueue()
-    on_two(lambda accord, leads: accord.drafts(3, lambda: [[4, 5, 6], [], [7]]), last=False, line=line)
-    assert on_two(lambda accord, leads: accord.drafts(3, fail), first=False, line=line) == [[[4, 5, 6], [], [7]]] * 2
+def test_drafts_reach_later_stages_with_their_lengths_and_how_many_were_dropped():
+    line, told = queue.SimpleQueue(), said([4, 5, 6], [], [7], dropped=2)
+    on_two(lambda accord, leads: accord.drafts(3, lambda: told), last=False, line=line)
+    assert on_two(lambda accord, leads: accord.drafts(3, fail), first=False, line=line) == [told] * 2
 
 
 def test_what_is_told_has_a_shape_that_every_rank_knows_beforehand():
@@ -120,3 +218,7 @@ def test_what_is_told_has_a_shape_that_every_rank_knows_beforehand():
     with pytest.raises(StepFailedTogether):
         accord.choices(2, fail)
     assert seen == [(torch.Size([2, 6]), torch.int64)] * 2
+    seen.clear()
+    accord.drafts(2, lambda: drawing(accord, 2, 7))
+    accord.drafts(2, fail)
+    assert seen == [(torch.Size([2, 5]), torch.int64)] * 4

@@ -207,16 +207,25 @@ def test_drafts_with_probabilities_reach_the_verifier(make_host, prompts):
     assert all(len(rows[name].kept) == rows[name].accepted + 1 for name in names)
 
 
-class Failing(NgramSpeculator):
-    def propose(self, rows):
-        raise ValueError("planted")
+def test_a_proposal_that_raises_is_dropped_counted_and_named_and_the_next_one_is_taken(
+    make_host, script, plans, prompts, answers, caplog,
+):
+    calls = []
 
+    def plan(*asked):
+        calls.append(asked)
+        if len(calls) in (2, 3):
+            raise ValueError("planted")
+        return plans["right"](*asked)
 
-def test_a_speculator_that_raises_is_named(make_host, prompts):
-    host = make_host(speculator=Failing())
-    host.new("a", prompts["a"])
-    host.row("a", 3)
-    assert host.worker.execute(host.take()).error == "speculator 'Failing' raised in propose: ValueError: planted"
+    host = make_host(speculator=script(plan))
+    host.new("d", prompts["d"])
+    assert host.generate("d", COUNT, drafts=3) == answers["d"][:COUNT]
+    assert [verdict.counts.get("dropped_proposals", 0) for verdict in host.verdicts][:4] == [0, 1, 1, 0]
+    assert sum(row.accepted for verdict in host.verdicts for row in verdict.rows) > 3
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "speculator:Script made no proposal, which is dropped and counted from now on: speculator 'Script' raised in "
+        "propose: ValueError: planted"]
 
 
 def nonsense(kind):
@@ -278,7 +287,7 @@ def test_what_makes_no_sense_is_dropped_and_counted_and_changes_no_token(make_ho
     assert (dropped > 0) is not believed
 
 
-def test_a_tree_is_refused_by_name(make_host, prompts):
+def test_a_tree_is_dropped_by_name(make_host, prompts, caplog):
     class Tree(NgramSpeculator):
         def propose(self, rows):
             return Drafts([[7, 8] for _ in rows], parents=[[-1, -1] for _ in rows])
@@ -286,9 +295,10 @@ def test_a_tree_is_refused_by_name(make_host, prompts):
     host = make_host(speculator=Tree())
     host.new("a", prompts["a"])
     host.row("a", 3, drafts=2)
-    error = host.worker.execute(host.take()).error
-    assert "speculator 'Tree' raised in propose" in error
-    assert "parents [-1, -1], a tree, but the verifier takes chains only" in error
+    assert host.step()["a"].drafted == 0
+    assert host.verdicts[0].counts["dropped_proposals"] == 1
+    assert "speculator:Tree made what makes no sense" in caplog.text
+    assert "parents [-1, -1], a tree, but the verifier takes chains only" in caplog.text
 
 
 def test_a_chain_may_say_that_it_is_one(make_host, script, plans, prompts, answers):
@@ -324,6 +334,57 @@ def test_how_far_its_own_groups_are_behind_is_told_in_verdicts_and_at_suspension
     host.suspend("d")
     verdict = host.worker.execute(host.take())
     assert verdict.suspended[0].computed == {"full": 9, "window": 9, "own": 7}
+
+
+def test_requests_whose_proposal_raised_are_forgotten_by_one_with_a_cache_and_their_pages_are_not_trusted(
+    make_host, prompts,
+):
+    """It is not asked for them again: its cache lacks what the failed step would have put there. Others come to nothing
+    by it, and the same request is as good as new once it comes again."""
+    asked, observed, forgotten = [], [], []
+
+    class Forgetful(Behind):
+        behind, failing = 0, False
+
+        def propose(self, rows):
+            asked.append([row.request for row in rows])
+            if self.failing:
+                raise ValueError("planted")
+            return Drafts([[7] * row.slots for row in rows], [torch.eye(61)[[7] * row.slots] for row in rows])
+
+        def observe(self, rows, taps):
+            observed.append([row.request for row in rows])
+            return super().observe(rows, taps)
+
+        def forget(self, request_ids):
+            forgotten.extend(request_ids)
+
+    speculator = Forgetful()
+    host = make_host(speculator=speculator)
+    host.new("d", prompts["d"])
+    host.row("d", 4)
+    assert host.step()["d"].lag == 0
+    speculator.failing = True
+    host.row("d", 5, drafts=2)
+    row = host.step()["d"]
+    assert (row.computed, row.lag, row.drafted) == (9, 5, 0)
+    assert host.verdicts[-1].counts["dropped_proposals"] == 1
+    speculator.failing = False
+    host.new("a", prompts["a"])
+    host.row("d", 1, drafts=2)
+    host.row("a", len(prompts["a"]), drafts=2)
+    rows = host.step()
+    assert (rows["d"].lag, rows["d"].drafted) == (6, 0)
+    assert (rows["a"].lag, rows["a"].drafted) == (0, 2)
+    assert (asked, observed) == ([["d"], ["d"], ["a"]], [["d"], [], ["a"]])
+    assert forgotten == ["d"]
+    host.suspend("d")
+    verdict = host.worker.execute(host.take())
+    assert verdict.suspended[0].computed == {"full": 10, "window": 10, "own": 4}
+    host.new("d", host.tokens["d"])
+    host.row("d", len(host.tokens["d"]), drafts=2)
+    assert host.step()["d"].drafted == 2
+    assert forgotten == ["d"], "which it had forgotten already"
 
 
 def test_its_own_groups_get_pages_like_the_models(make_host, prompts):
