@@ -13,8 +13,12 @@ import click
 
 from hotswap.core.config import load_config
 from hotswap.core.config.check import check_config
-from hotswap.core.config.sources import parse_yaml
+from hotswap.core.config.files import parse_yaml, read_file
 from hotswap.core.interfaces.component import Component
+from hotswap.core.registry import Registry
+from hotswap.lab.commands.ab import short
+from hotswap.lab.experiment import load_experiment
+from hotswap.lab.plan import overrides
 from hotswap.server.cli import main
 from hotswap.server.http.admin import ComponentsBody
 from hotswap.server.protocol.chat import ChatBody
@@ -56,6 +60,18 @@ def test_hotswap_commands_parse_and_their_configs_hold(shell_line, pages):
         if values.get("config"):
             config = pages.ROOT / values["config"]
             load_config(config, values.get("sets", ()), environ={})
+        if "arms" in values:
+            source = pages.ROOT / values["source"]
+            for file in sorted(source.glob("*.yaml")) if source.is_dir() else [source]:
+                given = short(file, values["arms"], values["urls"]) if values["arms"] else read_file(file)
+                check_experiment(given, file.parent)
+
+
+def check_experiment(given, folder):
+    """The file is one, and each of its arms a config that can work."""
+    experiment = load_experiment(given, folder)
+    for arm in experiment.arms.values():
+        check_config(load_config(experiment.base, list(overrides(arm)), environ={}).config, Registry())
 
 
 def test_curl_lines_name_routes_and_fields_that_exist(shell_line, routes):
@@ -71,7 +87,10 @@ def test_curl_lines_name_routes_and_fields_that_exist(shell_line, routes):
             assert not body.unknown_fields()
 
 
-def test_yaml_blocks_are_configs_that_pass_the_check(yaml_block, registry):
+def test_yaml_blocks_are_configs_that_pass_the_check(yaml_block, registry, pages):
+    if yaml_block.mark == "experiment":
+        check_experiment(parse_yaml(yaml_block.code), pages.ROOT)
+        return
     config = load_config(parse_yaml(yaml_block.code), environ={}).config
     if yaml_block.mark != "plugin":  # those name a component of a package that the page describes
         check_config(config, registry)
