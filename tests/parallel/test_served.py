@@ -23,6 +23,14 @@ def hotswap(*arguments):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])})
 
 
+def healthy(url):
+    """What a watchdog sees: a server that is gone is not."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 @pytest.fixture
 def descendants(children):
     """A function that gives the process ids below one."""
@@ -101,8 +109,12 @@ def test_a_killed_rank_turns_health_red_ends_four_streams_with_an_error_and_the_
     for thread in threads:
         thread.start()
     begun.wait()
+    assert httpx.get(f"{url}/health", timeout=30).status_code == 200
     begin = time.monotonic()
     kill(ranks[1])
+    while healthy(url):
+        assert time.monotonic() - begin < 5
+        time.sleep(0.02)
     for thread in threads:
         thread.join(10)
     assert process.wait(10) == 1
