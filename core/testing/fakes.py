@@ -1,6 +1,7 @@
 """A model, a device and an executor that need no torch, for tests of everything that runs on the host.
 
-The oracle: a cache slot holds a hash of the whole history up to its token. Every read is checked, so a page that was
+The oracle: a cache slot holds a hash of the whole history up to its token, as its key and, masked, as its value (which
+is there where a KV transfer moves it). Every read is checked, so a page that was
 given away too early, filled wrongly or shared wrongly shows at once, whatever the output. The device runs late, and
 poisons pages the moment the host gives them away, so that reuse before a fence has passed is seen too.
 """
@@ -19,7 +20,8 @@ from hotswap.core.interfaces.model import ModelFacts
 from hotswap.core.interfaces.parallel import Executor, Meeting, RankPlan, Ticket, WorkerFactory, WorkerInfo
 from hotswap.core.interfaces.scheduler import Row, SuspendMode
 
-POISON = -1  # what Python's hash never is
+POISON = -1  # what no hash is
+MASKS = 0, 0x55555555  # of keys and of values, so that one is not taken for the other
 VOCAB_SIZE = 13
 
 
@@ -56,7 +58,7 @@ class FakeWorker:
 
     ``lookahead`` drafts are proposed a row; each is right with probability ``skill``. ``windows``: cache groups, with
     the number of tokens a query sees there, None for all. ``transfer``: a worker half, which sees the slots as tensors
-    [pages, page size] int64 and moves them like any keys and values.
+    [pages, page size] int32 and moves them like any keys and values.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class FakeWorker:
         self.lookahead, self.skill, self.max_model_len = lookahead, skill, max_model_len
         self.rng = random.Random(seed)
         self.sequences: dict[str, _Sequence] = {}
-        self.memory: dict[str, Any] = {}  # by group: a view of int64 slots that gives and takes plain numbers
+        self.memory: dict[str, list[Any]] = {}  # by group: keys, and values; views that give and take plain numbers
         self.page_size: dict[str, int] = {}
         self.reads = self.drafted = self.accepted = 0
 
@@ -82,9 +84,11 @@ class FakeWorker:
 
     def allocate(self, plan: CachePlan) -> None:
         self.page_size = {group: share.page_size for group, share in plan.groups.items()}
+        parts = 1 if self.transfer is None else len(MASKS)
         arrays = {
-            group: np.full(share.num_pages * share.page_size, POISON, np.int64) for group, share in plan.groups.items()}
-        self.memory = {group: array.data for group, array in arrays.items()}
+            group: [np.full(share.num_pages * share.page_size, POISON, np.int32) for _ in range(parts)]
+            for group, share in plan.groups.items()}
+        self.memory = {group: [array.data for array in both] for group, both in arrays.items()}
         if self.transfer is not None:
             self.transfer.register(self._pages(plan, arrays), plan.transfer)
 
@@ -94,16 +98,18 @@ class FakeWorker:
         return CachePages({
             group: GroupPages(
                 group, share.page_size, share.num_pages, ("page", "token"), AxisShard(0, 1, 1),
-                (LayerPages(0, (torch.from_numpy(arrays[group]).view(share.num_pages, share.page_size),)),))
-            for group, share in plan.groups.items()}, "cpu", "int64")
+                (LayerPages(0, tuple(
+                    torch.from_numpy(array).view(share.num_pages, share.page_size) for array in arrays[group])),))
+            for group, share in plan.groups.items()}, "cpu", "int32")
 
     def close(self) -> None:
         self.sequences.clear()
 
     def poison(self, group: str, page: int) -> None:
         size = self.page_size[group]
-        for slot in range(page * size, (page + 1) * size):
-            self.memory[group][slot] = POISON
+        for memory in self.memory[group]:
+            for slot in range(page * size, (page + 1) * size):
+                memory[slot] = POISON
 
     def execute(self, message: StepMessage) -> Verdict:
         verdict = Verdict(message.step_id)
@@ -130,12 +136,13 @@ class FakeWorker:
 
     def _grant(self, tables: dict[str, dict[int, int]], group: str, change: GroupGrant) -> None:
         table = {i: page for i, page in tables[group].items() if change.first_live <= i < change.truncate_to}
-        begin, size, memory = max(change.truncate_to, change.first_live), self.page_size[group], self.memory[group]
+        begin, size = max(change.truncate_to, change.first_live), self.page_size[group]
         table.update({begin + i: page for i, page in enumerate(change.pages)})
         tables[group] = table
         for source, target in change.copies:
-            for offset in range(size):
-                memory[target * size + offset] = memory[source * size + offset]
+            for memory in self.memory[group]:
+                for offset in range(size):
+                    memory[target * size + offset] = memory[source * size + offset]
 
     def _row(self, row: Row) -> RowVerdict:
         sequence = self.sequences[row.request]
@@ -171,19 +178,20 @@ class FakeWorker:
         """Write the new slots, then check every slot that their queries would read."""
         digests, digest = [], 0
         for token in tokens:
-            digest = hash((digest, token))
+            digest = hash((digest, token)) & 0x7FFFFFFF
             digests.append(digest)
         for group, window in self.windows.items():
-            table, size, memory = sequence.tables[group], self.page_size[group], self.memory[group]
-            for position in range(begin, len(tokens)):
-                memory[table[position // size] * size + position % size] = digests[position]
+            table, size = sequence.tables[group], self.page_size[group]
             first = max(0, begin - window + 1) if window else 0
-            for position in range(first, len(tokens)):
-                held = memory[table[position // size] * size + position % size]
-                self.reads += 1
-                if held != digests[position]:
-                    what = "a poisoned page" if held == POISON else "another history"
-                    raise CacheCorruption(f"{request} reads {what} at position {position} of group {group!r}")
+            slots = [table[position // size] * size + position % size for position in range(first, len(tokens))]
+            for memory, mask in zip(self.memory[group], MASKS, strict=False):
+                for position in range(begin, len(tokens)):
+                    memory[slots[position - first]] = digests[position] ^ mask
+                for position, slot in enumerate(slots, first):
+                    if (held := memory[slot]) != digests[position] ^ mask:
+                        what = "a poisoned page" if held == POISON else "another history"
+                        raise CacheCorruption(f"{request} reads {what} at position {position} of group {group!r}")
+            self.reads += len(slots)
 
 
 class LateExecutor(Executor):
