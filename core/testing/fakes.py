@@ -58,14 +58,14 @@ class FakeWorker:
 
     ``lookahead`` drafts are proposed a row; each is right with probability ``skill``. ``windows``: cache groups, with
     the number of tokens a query sees there, None for all. ``transfer``: a worker half, which sees the slots as tensors
-    [pages, page size] int32 and moves them like any keys and values.
+    [pages, page size] int32 and moves them like any keys and values; in a step without rows it may wait for ``wait_s``.
     """
 
     def __init__(
         self, windows: dict[str, int | None] | None = None, *, lookahead: int = 0, skill: float = 0.6,
-        max_model_len: int = 1 << 20, seed: int = 0, transfer: TransferWorker | None = None,
+        max_model_len: int = 1 << 20, seed: int = 0, transfer: TransferWorker | None = None, wait_s: float = 0.0,
     ) -> None:
-        self.transfer = transfer
+        self.transfer, self.wait_s = transfer, wait_s
         self.windows = windows or {"full": None}
         self.lookahead, self.skill, self.max_model_len = lookahead, skill, max_model_len
         self.rng = random.Random(seed)
@@ -131,7 +131,7 @@ class FakeWorker:
         for row in message.rows:
             verdict.rows.append(self._row(row))
         if self.transfer is not None:
-            verdict.finished_transfers = self.transfer.report(0.0)
+            verdict.finished_transfers = self.transfer.report(0.0 if message.rows else self.wait_s)
         return verdict
 
     def _grant(self, tables: dict[str, dict[int, int]], group: str, change: GroupGrant) -> None:

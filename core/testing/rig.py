@@ -84,14 +84,16 @@ def make_rig(
     depth: int = 1, chained: bool = True, lookahead: int = 0, reuse_tail: int = 0, skill: float = 0.6, seed: int = 0,
     observers: ObserverHub | None = None, wrap_worker: Callable[[FakeWorker], FakeWorker] = lambda worker: worker,
     transfer: KVTransfer | None = None,
-    wrap_transfer: Callable[[TransferWorker], TransferWorker] = lambda worker: worker,
+    wrap_transfer: Callable[[TransferWorker], TransferWorker] = lambda worker: worker, wait_s: float = 0.0,
 ) -> Rig:
-    """``transfer`` moves the fake's slots; ``wrap_transfer`` stands between it and its worker half."""
+    """``transfer`` moves the fake's slots; ``wrap_transfer`` stands between it and its worker half, which may wait for
+    ``wait_s`` in a step without rows."""
     scheduler = build("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     kv = build("kvcache", kv) if isinstance(kv, str) else kv
     mover = wrap_transfer(transfer.worker()) if transfer is not None else None
     worker = wrap_worker(FakeWorker(
-        windows, lookahead=lookahead, skill=skill, max_model_len=max_model_len, seed=seed, transfer=mover))
+        windows, lookahead=lookahead, skill=skill, max_model_len=max_model_len, seed=seed, transfer=mover,
+        wait_s=wait_s))
     executor, clock = LateExecutor(seed), ManualClock()
     info = executor.launch(cast(WorkerFactory, lambda plan, rank: worker), RankPlan())
     constraints = CacheConstraints(max_model_len, max_running, page_size=page_size, num_pages=num_pages)

@@ -33,8 +33,10 @@ class Watched(KVTransfer):
     def lookup(
         self, request: Request, tokens: Sequence[int], cached: int, limit: int, tail: int = 0,
     ) -> int | Answer:
+        before = self.counters(), self.pending
         found = self.inner.lookup(request, tokens, cached, limit, tail)
-        assert found == self.inner.lookup(request, tokens, cached, limit, tail), "lookup has a side effect"
+        again = self.inner.lookup(request, tokens, cached, limit, tail)
+        assert (found, *before) == (again, self.counters(), self.pending), "lookup has a side effect"
         assert isinstance(found, Answer) or found <= max(cached, limit), f"{found} tokens found, at most {limit} asked"
         return found
 
@@ -53,7 +55,8 @@ class Watched(KVTransfer):
         self.inner.suspended(request, tokens, computed)
 
     def finished(self, request: Request, tokens: Sequence[int], table: Grant, reason: str) -> Kept:
-        return self.inner.finished(request, tokens, table, reason)
+        kept = self.inner.finished(request, tokens, table, reason)
+        return kept._replace(handle=_plain(kept.handle))
 
     def forget(self, request: Request) -> None:
         self.inner.forget(request)

@@ -15,7 +15,7 @@ from hotswap.core.interfaces.kvcache import (
     TableState,
 )
 from hotswap.core.interfaces.scheduler import Answer
-from hotswap.core.testing.kvcache import KEY, LONGEST, PAGE, Harness, prompt
+from hotswap.core.testing.kvcache_harness import KEY, LONGEST, PAGE, Harness, prompt
 from hotswap.plugins.kvcache.contiguous import ContiguousKVCache
 from hotswap.plugins.kvcache.paged import PagedKVCache
 from hotswap.plugins.kvcache.prefix import PrefixKVCache

@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from hotswap.core.interfaces.kvcache import CacheKey, Grant, KVCacheManager
 from hotswap.core.interfaces.page_keys import key_digest, page_digest
 from hotswap.core.interfaces.scheduler import Answer
-from hotswap.core.testing.kvcache import KEY, LONGEST, PAGE, Harness, prompt
+from hotswap.core.testing.kvcache_harness import KEY, LONGEST, PAGE, Harness, prompt
 from hotswap.core.testing.kvcache_machine import KVCacheMachine
 from hotswap.plugins.kvcache.chain import Chain
 from hotswap.plugins.kvcache.eviction import FirstInFirstOut

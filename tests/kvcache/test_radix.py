@@ -8,7 +8,7 @@ import pytest
 from hotswap.core.errors import KVInvariantError
 from hotswap.core.interfaces.kvcache import CacheKey, Grant, KVCacheManager
 from hotswap.core.interfaces.page_keys import key_digest
-from hotswap.core.testing.kvcache import KEY, LONGEST, PAGE, Harness, prompt
+from hotswap.core.testing.kvcache_harness import KEY, LONGEST, PAGE, Harness, prompt
 from hotswap.plugins.kvcache.eviction import (
     FirstInFirstOut,
     LeastFrequentlyUsed,

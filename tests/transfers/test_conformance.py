@@ -1,10 +1,15 @@
-"""The host tier passes the conformance kit of KV transfers."""
+"""Every KV transfer passes its conformance kit."""
 
+import importlib.util
 import random
 from typing import Any
 
+import pytest
+
 from hotswap.core.interfaces.kv_transfer import KVTransfer, TransferWorker
-from hotswap.core.testing.kv_transfer import KVTransferSuite, LateWorker
+from hotswap.core.testing.kv_handoff import KVHandoffSuite
+from hotswap.core.testing.kv_transfer import KVTransferSuite
+from hotswap.core.testing.kv_transfer_traffic import LateWorker
 from hotswap.core.testing.rig import build
 from hotswap.plugins.kv_transfer.copies import HostTierWorker, InOrder
 
@@ -26,3 +31,35 @@ class TestHostTierOfAFewPages(TestHostTier):
 
     def make(self, **options: Any) -> KVTransfer:
         return super().make(**{"memory": 1024, **options})
+
+
+class Peer(KVHandoffSuite):
+    """A transfer between engines; its reads are given up soon."""
+
+    use: str
+    trials = 8
+
+    def make(self) -> KVTransfer:
+        made: KVTransfer = build("kv_transfer", self.use, hold_s=self.hold_s, timeout_s=0.5)
+        return made
+
+
+class TestShm(Peer):
+    use = "shm"
+
+
+class TestTcp(Peer):
+    use = "tcp"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("nixl_cu12"), reason="needs the extra nixl")
+class TestNixl(Peer):
+    """An agent takes half a second to start, and each test starts some."""
+
+    use = "nixl"
+    trials = 2
+
+    @pytest.fixture(autouse=True)
+    def is_short(self, request: pytest.FixtureRequest) -> None:
+        if "random_traffic" not in request.node.name and not request.config.getoption("--whole"):
+            pytest.skip("only with --whole")

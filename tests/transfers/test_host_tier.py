@@ -21,7 +21,8 @@ from hotswap.core.interfaces.messages import EndedTransfer
 from hotswap.core.interfaces.scheduler import SuspendMode
 from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
-from hotswap.core.testing.kv_transfer import LateWorker, OnDemand, look_up, traffic
+from hotswap.core.testing.kv_transfer import look_up
+from hotswap.core.testing.kv_transfer_traffic import LateWorker, OnDemand, traffic
 from hotswap.core.testing.replay import Replay, read_log
 from hotswap.core.testing.rig import assert_clean, build, expected, make_rig
 from hotswap.plugins.kv_transfer.copies import HostTierWorker, InOrder, OnAThread

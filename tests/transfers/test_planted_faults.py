@@ -14,7 +14,8 @@ from hotswap.core.errors import KVInvariantError
 from hotswap.core.interfaces.kv_transfer import Attachment, Kept, KVTransfer, Saving, TransferWorker
 from hotswap.core.interfaces.kvcache import CacheKey
 from hotswap.core.interfaces.scheduler import SuspendMode
-from hotswap.core.testing.kv_transfer import KVTransferSuite, LateWorker, traffic
+from hotswap.core.testing.kv_transfer import KVTransferSuite
+from hotswap.core.testing.kv_transfer_traffic import LateWorker, traffic
 from hotswap.plugins.kv_transfer.copies import HostTierWorker, InOrder
 from hotswap.plugins.kv_transfer.host import HostTier, HostTierOptions
 from hotswap.plugins.kv_transfer.slots import Slot, SlotStore
