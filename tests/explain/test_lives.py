@@ -101,7 +101,7 @@ def test_pages_that_come_beside_the_steps_are_waited_for_as_transfer(record):
     """A host tier that copies late: of the requests whose prefix it has, some wait for it."""
     import random
 
-    from hotswap.core.testing.kv_transfer import LateWorker
+    from hotswap.core.testing.kv_transfer_traffic import LateWorker
     from hotswap.core.testing.rig import build
     from hotswap.plugins.kv_transfer.copies import HostTierWorker, InOrder
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.testing.kv_transfer import LateWorker
+from hotswap.core.testing.kv_transfer_traffic import LateWorker
 from hotswap.core.testing.rig import build
 from hotswap.lab.decisions.again import replay
 from hotswap.lab.decisions.log import open_logs
@@ -180,7 +180,8 @@ def test_a_replay_stops_where_parts_were_exchanged_and_says_so(record):
     recording.traffic(20)
     recording.live.observers.notify(
         "hotswap_component_exchanged", path="scheduler", kind="scheduler", old="scheduler:chunked",
-        new="scheduler:static", options={}, pause=0.0, handed_over=0, recomputed=0, problem="", time=recording.rig.clock.now())
+        new="scheduler:static", options={}, pause=0.0, handed_over=0, recomputed=0, problem="",
+        time=recording.rig.clock.now())
     outcome = replay(recording.traffic(20, seed=9).stop())
     assert outcome.equal and 0 < outcome.steps < recording.rig.loop.steps
     assert "scheduler:chunked gave way to scheduler:static behind step" in outcome.stopped

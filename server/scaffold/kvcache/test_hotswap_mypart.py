@@ -1,7 +1,8 @@
 """The kit runs random lives of requests over a cache whose every slot is checked; then what is its own."""
 
 from hotswap.core.interfaces.kvcache import CacheKey
-from hotswap.core.testing.kvcache import KVCacheManagerSuite, prompt
+from hotswap.core.testing.kvcache import KVCacheManagerSuite
+from hotswap.core.testing.kvcache_harness import prompt
 from hotswap.core.testing.rig import build
 from hotswap_mypart import MyPart
 
