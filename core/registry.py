@@ -119,7 +119,7 @@ class Registry:
         """
         distribution, _, bare = name.rpartition(":")
         named = [e for e in self.entries if e.kind == kind and e.name == bare]
-        found = [e for e in named if not distribution or _normal(e.distribution) == _normal(distribution)]
+        found = [e for e in named if not distribution or same_distribution(e.distribution, distribution)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -283,6 +283,11 @@ def parts_of(options: ComponentOptions) -> list[tuple[str, Part, Any]]:
         (name, mark, getattr(options, name))
         for name, field in type(options).model_fields.items() for mark in field.metadata if isinstance(mark, Part)
     ]
+
+
+def same_distribution(one: str, other: str) -> bool:
+    """Whether two spellings name the same distribution."""
+    return _normal(one) == _normal(other)
 
 
 def _normal(distribution: str) -> str:

@@ -33,6 +33,9 @@ def is_alive(pid: int) -> bool:
 class LauncherSuite:
     """Subclass it and provide ``make_launcher``."""
 
+    patience_s = 60.0
+    """How long a process may take to start, and to be told of when it has ended."""
+
     def make_launcher(self) -> Launcher:
         raise NotImplementedError("return a new instance of the launcher under test")
 
@@ -50,7 +53,7 @@ class LauncherSuite:
     def read(self, folder: Path, count: int) -> list[dict[str, Any]]:
         """What each process says that it was told."""
         paths = [folder / str(place) for place in range(count)]
-        until(lambda: all(path.exists() for path in paths), 60)
+        until(lambda: all(path.exists() for path in paths), self.patience_s)
         return [json.loads(path.read_text()) for path in paths]
 
     def test_each_process_is_told_its_own_arguments_and_its_place(self, tmp_path: Path) -> None:
@@ -70,7 +73,7 @@ class LauncherSuite:
             began = time.monotonic()
             launcher.ended()
             assert time.monotonic() - began < 5, "ended() has waited"
-            until(lambda: 1 in launcher.ended(), 60)
+            until(lambda: 1 in launcher.ended(), self.patience_s)
             assert list(launcher.ended()) == [1], "one that runs is said to have ended"
             assert launcher.ended()[1], "it gives no reason"
 

@@ -17,6 +17,23 @@ import torch
 
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
 from hotswap.core.interfaces.messages import NewRequest
+from hotswap.core.request import SamplingParams
+
+
+def any_request(
+    processor: LogitsProcessor, request_id: str, tokens: list[int], prompt_length: int, rng: random.Random,
+) -> NewRequest:
+    """A request that asks for something of every sampling field that processors carry out, and of ``processor``'s own
+    fields for their examples or defaults: for a processor of which nothing else is known."""
+    asked = processor.RequestOptions.model_fields if processor.RequestOptions else {}
+    extra = {
+        name: field.examples[0] if field.examples else field.get_default(call_default_factory=True)
+        for name, field in asked.items() if field.examples or not field.is_required()}
+    params = SamplingParams(
+        repetition_penalty=rng.uniform(1.1, 2.0), presence_penalty=rng.uniform(0.1, 1.0), min_tokens=rng.randint(1, 9),
+        logit_bias={rng.randrange(8): rng.uniform(1.0, 5.0)}, bad_words=["x"],
+        extra={processor.name: extra} if processor.RequestOptions else {})
+    return NewRequest(request_id, tokens, prompt_length, params, 0, frozenset({1}), ((2, 5), (6,)))
 
 
 class LogitsProcessorSuite:
@@ -154,12 +171,14 @@ class LogitsProcessorSuite:
                 assert torch.equal(together[i], self.applied(self.started(case), drafts=drafts[:i])[0])
 
     def test_an_ended_request_leaves_nothing_for_another_of_its_name(self) -> None:
-        for case, rng in self.wanted():
+        cases = list(self.wanted())
+        for (case, rng), (other, _) in zip(cases, [*cases[1:], cases[0]], strict=True):
             processor = self.started(case, self.tokens(rng, 5))
-            processor.end("r")
-            processor.end("r")
-            processor.begin(self.request(case))
-            assert torch.equal(self.applied(processor), self.applied(self.started(case)))
+            for following in (case, other):  # the same parameters, and others
+                processor.end("r")
+                processor.end("r")
+                processor.begin(self.request(following))
+                assert torch.equal(self.applied(processor), self.applied(self.started(following)))
 
     def test_no_rows_and_masked_logits_are_fine(self) -> None:
         for case, rng in self.wanted():

@@ -82,16 +82,17 @@ class ObserverSuite:
             num_pages=1 + 30, max_model_len=96, max_batch_tokens=24, max_running=3, depth=2, lookahead=2, observers=hub)
         rig.loop.parts.scheduler = _Failing(rig.loop.parts.scheduler)
         rig.loop.parts.kv.keep_events(True)
-        hub.notify(
-            "hotswap_engine_started", versions={"hotswap": "0"}, config={"model": {"name": "toy"}}, replica="",
-            setup=rig.setup, time=rig.clock.now())
+        rig.start_observers({"model": {"name": "toy"}})
         for i in range(6):
             rig.add(f"r{i}", [1 + i % 2] * 30, 30)
-        for _ in range(25):
+        for turn in range(14):
             rig.loop.turn()
             rig.clock.advance(0.01)
-        rig.loop.abort("r1")
+            if turn == 6:
+                rig.loop.abort("r5")  # which waits
+        rig.loop.abort(next(iter(rig.loop.pool.running)))
         rig.run()
+        assert [ending for i in range(6) for ending in rig.client.endings(f"r{i}")].count("abort") == 2
         return rig
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import click
 
+from hotswap.core.config.files import parse_yaml
 from hotswap.core.errors import ConfigError
-from hotswap.core.explain import join
-from hotswap.core.registry import Listing, Registry
+from hotswap.core.explain import join, nearest
+from hotswap.core.registry import Entry, Listing, Registry, same_distribution
+from hotswap.server.commands.doctor import Health, Patient, examine, report
 from hotswap.server.commands.scaffold import check_name, write_project
 from hotswap.server.commands.table import table
 
@@ -71,6 +73,59 @@ def new(kind: str, name: str, folder: Path | None) -> None:
     written = write_project(kind, name, folder, registry)
     click.echo("\n".join(str(path) for path in written))
     click.echo(f"\nNow:  cd {folder} && pip install -e . && pytest && hotswap plugins show {kind}:{name}")
+
+
+@command.command()
+@click.argument("target", metavar="[KIND:NAME | DISTRIBUTION]", required=False)
+@click.option("--set", "sets", multiple=True, metavar="OPTION=VALUE", help="An option to build it with.")
+@click.option("--no-kit", is_flag=True, help="Leave out the conformance kit's quick part.")
+@_as_json
+@click.pass_context
+def doctor(ctx: click.Context, target: str | None, sets: tuple[str, ...], no_kit: bool, as_json: bool) -> None:
+    """Examine a component, all of a distribution, or all that are not hotswap's own: what importing it costs, its
+    contract, its options and what it says of itself, and the quick part of its kind's tests. Exit code 1: a problem."""
+    registry = Registry()
+    entries = _targets(registry, target)
+    options = _given(sets)
+    if options and len(entries) > 1:
+        raise click.UsageError("--set is for one component: name it as KIND:NAME.")
+    findings = [
+        finding for entry in entries for finding in examine(Patient(entry, registry, options), kit=not no_kit)]
+    if as_json:
+        click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        click.echo(report(findings) if findings else "No component is installed but hotswap's own: name one of them.")
+    ctx.exit(1 if any(finding.health is Health.PROBLEM for finding in findings) else 0)
+
+
+def _targets(registry: Registry, target: str | None) -> list[Entry]:
+    if target is None:
+        return [entry for entry in registry.entries if entry.distribution != "hotswap"]
+    kind, colon, name = target.partition(":")
+    if colon:
+        return [registry.find(kind, name)]
+    if found := [entry for entry in registry.entries if same_distribution(entry.distribution, target)]:
+        return found
+    known = sorted({entry.distribution for entry in registry.entries})
+    near = nearest(target, known)
+    hint = f" Did you mean '{near}'?" if near else ""
+    raise ConfigError(
+        f"no distribution with components is called '{target}'.{hint} Installed: {', '.join(known)}; one component is "
+        "named as KIND:NAME, such as scheduler:chunked.")
+
+
+def _given(sets: tuple[str, ...]) -> dict[str, Any]:
+    """"policy.use=fcfs" -> {"policy": {"use": "fcfs"}}; values are YAML, as for `hotswap serve --set`."""
+    options: dict[str, Any] = {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise click.UsageError(f"--set {text}: should be OPTION=VALUE, such as size=2.")
+        section, *inner = options, *key.split(".")
+        for name in inner[:-1]:
+            section = section.setdefault(name, {})
+        section[inner[-1]] = parse_yaml(value)
+    return options
 
 
 def _page(facts: dict[str, Any]) -> str:

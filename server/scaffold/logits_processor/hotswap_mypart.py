@@ -20,7 +20,7 @@ class MyPart(LogitsProcessor):
     """
 
     class RequestOptions(component.RequestOptions):
-        tokens: Annotated[list[int], Field(min_length=1, max_length=100)] = Field(examples=[[3, 5]])
+        tokens: Annotated[list[int], Field(min_length=1, max_length=100, examples=[[3, 5]])]
         """Token ids."""
         by: Annotated[float, Field(ge=-100, le=100)] = 1.0
         """Added to their logits."""

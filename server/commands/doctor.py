@@ -1,0 +1,201 @@
+"""``hotswap plugins doctor``: what a user of a plugin will meet, before the user does.
+
+Each look at a component is a :class:`Finding`. A problem means that it cannot be used as it is; a warning, that it can
+be made better; skipped, that something must be given or installed first.
+"""
+
+import inspect
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import Component, ComponentRef, Description
+from hotswap.core.registry import Entry, Registry, Status
+from hotswap.server.commands.doctor_kit import run_kit
+
+SLOW_IMPORT_S = 1.0
+HEAVY = ("torch", "transformers", "triton", "ray", "scipy", "pandas", "matplotlib", "tensorflow", "jax", "fastapi")
+"""Packages whose import takes long: they are named where a component brings them."""
+
+THERE_ANYWAY = {"attention": ("torch",), "model": ("torch",)}
+"""By kind: what is imported before such a component is, wherever it is used."""
+
+ENDS = ("import", "contract", "options")
+"""Checks behind which nothing can be looked at, where they find a problem."""
+
+_IMPORT = """
+import importlib, json, sys, time
+for name in {before!r}: importlib.import_module(name)
+known, began = set(sys.modules), time.perf_counter()
+importlib.import_module({module!r})
+seconds = time.perf_counter() - began
+print(json.dumps([seconds, sorted({{name.partition(".")[0] for name in set(sys.modules) - known}})]))
+"""
+
+
+class Health(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+    SKIPPED = "skipped"
+
+
+class Finding(NamedTuple):
+    component: str
+    check: str
+    health: Health
+    detail: str
+
+
+@dataclass(frozen=True)
+class Patient:
+    """One component, and the options that it is to be built with."""
+
+    entry: Entry
+    registry: Registry
+    options: Mapping[str, Any]
+
+    @property
+    def use(self) -> str:
+        return f"{self.entry.distribution}:{self.entry.name}"
+
+    @property
+    def cls(self) -> type[Component]:
+        return self.registry.load(self.entry.kind, self.use)
+
+    @property
+    def refused(self) -> bool:
+        """Whether its metadata alone rules it out."""
+        return any(
+            item.status is Status.INCOMPATIBLE for item in self.registry.listing(self.entry.kind)
+            if (item.name, item.distribution) == (self.entry.name, self.entry.distribution))
+
+    def build(self) -> Any:
+        return self.registry.build(self.entry.kind, ComponentRef(use=self.use, **self.options), "")
+
+
+def examine(patient: Patient, kit: bool = True) -> Iterator[Finding]:
+    """Every check of one component, in order; those behind one that ends the examination are left out."""
+    name = f"{patient.entry.kind}:{patient.entry.name}"
+    for check, look in (
+        ("import", _import), ("contract", _contract), ("documentation", _documentation), ("options", _options),
+        ("description", _description), *([("kit", _kit)] if kit else []),
+    ):
+        health, detail = _guarded(look, patient)
+        yield Finding(name, check, health, detail)
+        if health is Health.PROBLEM and check in ENDS or health is Health.SKIPPED and check == "options":
+            return
+
+
+def _guarded(look: Callable[[Patient], tuple[Health, str]], patient: Patient) -> tuple[Health, str]:
+    """A stranger's code may raise anything."""
+    try:
+        return look(patient)
+    except ConfigError as error:
+        return Health.PROBLEM, str(error)
+    except Exception as error:
+        return Health.PROBLEM, f"{type(error).__name__}: {error}"
+
+
+def _import(patient: Patient) -> tuple[Health, str]:
+    """In an interpreter of its own, which has what hotswap itself has imported by then. Never what does not fit."""
+    if patient.refused:
+        return Health.SKIPPED, "it was written for another contract, and so is not imported"
+    before = ["hotswap.core.registry", *THERE_ANYWAY.get(patient.entry.kind, ())]
+    code = _IMPORT.format(before=before, module=patient.entry.value.partition(":")[0])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return Health.PROBLEM, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    seconds, modules = json.loads(done.stdout.splitlines()[-1])
+    heavy = [name for name in HEAVY if name in modules]
+    told = f"{seconds:.2f} s" + (f", and brings {', '.join(heavy)}" if heavy else "")
+    if seconds > SLOW_IMPORT_S:
+        advice = "import what takes long inside the methods that need it: `config check` imports the module, too"
+        return Health.WARNING, f"{told}; {advice}"
+    return Health.OK, told
+
+
+def _contract(patient: Patient) -> tuple[Health, str]:
+    contract = patient.cls.contract  # raises where it does not fit
+    if patient.entry.declared is None:
+        return Health.WARNING, (
+            f"its class says {contract}, its package nothing: add {patient.entry.kind} = "
+            f"\"v{contract.rpartition('/')[2]}\" under [project.entry-points.\"hotswap.contract\"], so that another "
+            "hotswap can refuse it before it runs it")
+    return Health.OK, contract
+
+
+def _documentation(patient: Patient) -> tuple[Health, str]:
+    doc = patient.cls.__doc__ or ""
+    interface = next(base for base in patient.cls.__mro__ if base.__dict__.get("kind") == patient.entry.kind)
+    if not doc.strip() or doc == interface.__doc__:
+        return Health.WARNING, "the class has no docstring: say in it what it does and when to choose it"
+    if "Choose it ..." in doc:
+        return Health.WARNING, "its docstring still says 'Choose it ...' where it should say when"
+    return Health.OK, inspect.cleandoc(doc).partition("\n\n")[0].replace("\n", " ").partition(". ")[0]
+
+
+def _options(patient: Patient) -> tuple[Health, str]:
+    fields = patient.cls.Options.model_fields
+    schema = patient.cls.Options.model_json_schema()
+    json.dumps(schema)
+    missing = [name for name, field in fields.items() if field.is_required() and name not in patient.options]
+    if missing:
+        return Health.SKIPPED, f"it must be told {', '.join(missing)}: give --set {missing[0]}=VALUE"
+    try:
+        json.dumps(patient.build().options.model_dump(mode="json"))
+    except (TypeError, ValidationError) as error:
+        return Health.PROBLEM, f"its options cannot be written as JSON, as reports and other processes need: {error}"
+    bare = [name for name, field in fields.items() if not field.description]
+    if bare:
+        return Health.WARNING, f"no docstring behind {', '.join(bare)}: `plugins show` has nothing to say of them"
+    return Health.OK, f"{len(fields)} options, each described" if fields else "it has none"
+
+
+def _description(patient: Patient) -> tuple[Health, str]:
+    component = patient.build()
+    found = component.describe()
+    if not isinstance(found, Description) or found != component.describe():
+        return Health.PROBLEM, f"describe() should return the same Description each time, and returned {found!r}"
+    for requirement in found.requires:
+        if unknown := [kind for kind in requirement.kinds if kind not in patient.registry.kinds]:
+            return Health.PROBLEM, f"it requires {requirement.capability!r} of {unknown[0]!r}, which is no kind"
+        if not requirement.why:
+            return Health.PROBLEM, f"it does not say why it requires {requirement.capability!r}"
+    offers = ", ".join(sorted(found.offers)) or "nothing in particular"
+    needs = "; ".join(f"{one.capability} of {' or '.join(one.kinds)}" for one in found.requires) or "nothing"
+    return Health.OK, f"offers {offers}; requires {needs}"
+
+
+def _kit(patient: Patient) -> tuple[Health, str]:
+    report = run_kit(patient.entry.kind, patient.use, patient.options)
+    if report.skipped:
+        return Health.SKIPPED, report.skipped
+    if report.failures:
+        return Health.PROBLEM, f"{len(report.failures)} of {report.checks} checks fail:\n" + "\n".join(report.failures)
+    return Health.OK, f"{report.checks} checks in {report.seconds:.1f} s"
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """For the terminal: a paragraph a component, and what it comes to."""
+    lines: list[str] = []
+    component = ""
+    for finding in findings:
+        if finding.component != component:
+            lines += ["", finding.component] if lines else [finding.component]
+            component = finding.component
+        first, *more = finding.detail.splitlines() or [""]
+        lines.append(f"  {finding.health:<8} {finding.check:<14} {first}")
+        lines += [f"{'':26}{line}" for line in more]
+    counts = Counter(finding.health for finding in findings)
+    told = ", ".join(f"{counts[health]} {word}" for health, word in (
+        (Health.PROBLEM, "problems"), (Health.WARNING, "warnings"), (Health.SKIPPED, "skipped")))
+    return "\n".join([*lines, "", f"{told}."])

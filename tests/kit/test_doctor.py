@@ -1,0 +1,199 @@
+"""``hotswap plugins doctor``: what it says of a part that is well, and of each way in which one can be ill."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hotswap.server.cli import main
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+import time
+from typing import Annotated
+from hotswap.core.interfaces.component import ComponentOptions, Description, Requirement
+from hotswap.core.interfaces.parallel import Router
+"""
+ROUTERS = {
+    "well": '''
+class Well(Router):
+    """The first one. Choose it for tests."""
+    class Options(ComponentOptions):
+        seed: int = 0
+        """Of nothing."""
+    def pick(self, request, candidates):
+        return min(candidates, key=lambda one: one.loads.dispatched).engine
+''',
+    "bare": '''
+class Bare(Well):
+    class Options(ComponentOptions):
+        seed: int = 0
+    __doc__ = None
+''',
+    "unfilled": '''
+class Unfilled(Well):
+    """The first one.
+
+    Choose it ... (say when).
+    """
+''',
+    "wanting": '''
+class Wanting(Well):
+    """Choose it where a size is known."""
+    class Options(ComponentOptions):
+        size: int
+        """How many."""
+''',
+    "silent": '''
+class Silent(Well):
+    """Choose it never."""
+    def describe(self):
+        return Description(requires=(Requirement("kvcache", "fork", ""),))
+''',
+    "stranger": '''
+class Stranger(Well):
+    """Choose it never."""
+    def describe(self):
+        return Description(requires=(Requirement("cache", "fork", "it forks"),))
+''',
+    "unbuildable": '''
+class Unbuildable(Well):
+    """Choose it never."""
+    def __init__(self, options=None, parts=None):
+        raise ValueError("no")
+''',
+    "favourite": '''
+class Favourite(Well):
+    """Choose it never."""
+    def pick(self, request, candidates):
+        return candidates[0].engine
+''',
+}
+
+
+def install(site, name, source, points, contract="v1"):
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    declared = f"\n[hotswap.contract]\nrouter = {contract}\n" if contract else ""
+    (info / "entry_points.txt").write_text(
+        "[hotswap.router]\n" + "\n".join(f"{key} = {value}" for key, value in points.items()) + declared)
+    (site / f"{name}.py").write_text(source)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    site = tmp_path_factory.mktemp("site")
+    install(site, "routers", HEAD + "".join(ROUTERS.values()), {
+        name: f"routers:{name.capitalize()}" for name in ROUTERS})
+    install(site, "undeclared", "from routers import Well", {"undeclared": "undeclared:Well"}, contract="")
+    install(site, "future", "raise SystemExit('must not be imported')", {"future": "future:X"}, contract="v9")
+    install(site, "broken", "import no_such_module", {"broken": "broken:X"})
+    install(site, "slow", "import time, routers; time.sleep(1.1); X = routers.Well", {"slow": "slow:X"})
+    return site
+
+
+@pytest.fixture
+def command(site, monkeypatch):
+    """``command("router:well")``: in this process; what looks at imports and runs the kit starts others."""
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(site)]))
+    yield lambda *arguments: CliRunner().invoke(main, ["plugins", "doctor", *arguments])
+    for name in ("routers", "undeclared", "future", "broken", "slow"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def doctor(command):
+    """``doctor("router:well", ...)`` -> (exit code, check -> (health, detail))."""
+
+    def run(*arguments, kit=False):
+        done = command(*arguments, "--json", *([] if kit else ["--no-kit"]))
+        assert done.exit_code in (0, 1), done.output
+        found = json.loads(done.stdout)
+        return done.exit_code, {one["check"]: (one["health"], one["detail"]) for one in found}
+
+    return run
+
+
+def test_one_that_is_well_passes_every_check_and_the_kit(doctor):
+    code, found = doctor("router:well", kit=True)
+    assert code == 0
+    assert {check: health for check, (health, _) in found.items()} == dict.fromkeys(
+        ("import", "contract", "documentation", "options", "description", "kit"), "ok")
+    assert re.fullmatch(r"7 checks in \d+\.\d s", found["kit"][1])
+
+
+def test_a_fault_is_told_by_the_name_of_the_check_that_found_it(doctor):
+    code, found = doctor("router:favourite", kit=True)
+    assert code == 1
+    health, detail = found["kit"]
+    assert health == "problem"
+    assert "test_every_engine_gets_requests: AssertionError: 60 different requests went" in detail
+
+
+@pytest.mark.parametrize(("name", "check", "health", "detail"), [
+    ("bare", "documentation", "warning", "no docstring"),
+    ("bare", "options", "warning", "no docstring behind seed"),
+    ("unfilled", "documentation", "warning", "still says 'Choose it ...'"),
+    ("wanting", "options", "skipped", "it must be told size: give --set size=VALUE"),
+    ("silent", "description", "problem", "does not say why it requires 'fork'"),
+    ("stranger", "description", "problem", "requires 'fork' of 'cache', which is no kind"),
+    ("unbuildable", "options", "problem", "cannot be built: ValueError: no"),
+    ("undeclared", "contract", "warning", "router = \"v1\" under [project.entry-points.\"hotswap.contract\"]"),
+    ("future", "contract", "problem", "was written for contract router/9"),
+    ("broken", "import", "problem", "No module named 'no_such_module'"),
+    ("slow", "import", "warning", "import what takes long inside the methods that need it"),
+])
+def test_each_illness_is_named(doctor, name, check, health, detail):
+    code, found = doctor(f"router:{name}")
+    assert found[check][0] == health, found
+    assert detail in found[check][1]
+    assert code == (1 if health == "problem" else 0)
+
+
+def test_code_of_another_contract_is_not_run(doctor):
+    _, found = doctor("router:future")
+    assert found["import"][0] == "skipped"
+
+
+def test_options_are_given_with_set(doctor):
+    code, found = doctor("router:wanting", "--set", "size=2")
+    assert code == 0
+    assert found["options"][0] == "ok"
+    code, found = doctor("router:wanting", "--set", "size=many")
+    assert code == 1
+    assert "size" in found["options"][1]
+
+
+def test_a_distribution_is_examined_whole_and_hotswap_s_own_only_where_it_is_named(command):
+    told = command("routers", "--no-kit").stdout
+    assert all(f"router:{name}\n" in told for name in ROUTERS)
+    assert told.rstrip().endswith("skipped.")
+    every = command("--no-kit").stdout
+    assert "router:undeclared" in every
+    assert "router:round_robin" not in every
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("router:wel",), "Did you mean 'well'?"),
+    (("routes",), "no distribution with components is called 'routes'. Did you mean 'routers'?"),
+    (("routers", "--set", "size=2"), "--set is for one component"),
+    (("router:well", "--set", "size"), "should be OPTION=VALUE"),
+])
+def test_what_cannot_be_examined_is_refused(command, arguments, message):
+    done = command(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_without_pytest_it_says_what_to_install(monkeypatch):
+    from hotswap.server.commands import doctor_kit
+
+    monkeypatch.setattr(doctor_kit, "find_spec", lambda name: None)
+    report = doctor_kit.run_kit("router", "hotswap:round_robin", {})
+    assert report.skipped == "pytest and hypothesis not installed: pip install 'hotswap[kit]'"
