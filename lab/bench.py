@@ -20,10 +20,14 @@ from hotswap.lab.load import Load, Numbered, run_load
 from hotswap.lab.metrics import METRICS, Slo, values_of
 from hotswap.lab.processes import Neighbours
 from hotswap.lab.records import BlockRecord
+from hotswap.lab.renewal import Renewal
 from hotswap.lab.requests import check_sampling, check_workload, context_of, endless
 from hotswap.lab.targets.engine import EngineTarget
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
 from hotswap.lab.targets.target import Target
+
+POOL_ITEMS = 64
+"""Of so many requests the tokens are known from which new beginnings are drawn."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,19 @@ class Bench:
             check_config(config.config, Registry())
         context, tokenizer = context_of(self.seed, configs, [] if self.endpoint is None else [self.endpoint], progress)
         check_workload(workload, context)
-        items = enumerate(endless(workload, context))
+        items: Iterator[Numbered] = enumerate(endless(workload, context))
         with closing(self._target(tokenizer, now, progress)) as target:
             say(f"a request says: {dict(target.effective())}")
-            warm_up = run_load(target, list(islice(items, self.warm_up)), self.load, now, name="warm-up")
-            if target.problem() is not None or warm_up.records and all(record.error for record in warm_up.records):
-                raise BenchError(f"no request was answered while warming up: {warm_up.records[0].error}")
-            target.reset()
+            if not target.can_reset:
+                items = Renewal(islice(enumerate(endless(workload, context)), POOL_ITEMS))(items, "bench")
+            self._warm_up(target, items, now)
             return self._measure(target, items, now, progress)
+
+    def _warm_up(self, target: Target, items: Iterator[Numbered], now: Callable[[], float]) -> None:
+        records = run_load(target, list(islice(items, self.warm_up)), self.load, now, name="warm-up").records
+        if target.problem() is not None or records and all(record.error for record in records):
+            raise BenchError(f"no request was answered while warming up: {records[0].error}")
+        target.reset()
 
     def _target(self, tokenizer: Tokenizer | None, now: Callable[[], float], progress: bool) -> Target:
         if self.endpoint is not None:

@@ -3,7 +3,7 @@
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
@@ -17,10 +17,9 @@ from hotswap.lab.metrics import Slo, failed, values_of
 from hotswap.lab.outputs import divergences
 from hotswap.lab.processes import Neighbours
 from hotswap.lab.records import BlockRecord, Pair
+from hotswap.lab.renewal import Renewal
 from hotswap.lab.targets.target import Target
 
-NONCE_TOKENS = 8
-"""Tokens of a beginning that no earlier block had."""
 LEAST_REQUESTS = 4
 WARM_UP_REQUESTS = 8
 
@@ -92,6 +91,7 @@ class Run:
         self.measured = Measured(pairs={name: [] for name in experiment.compared})
         self._greedy = float(experiment.sampling.get("temperature", 1.0)) < GREEDY_EPSILON
         self._positions = 0
+        self._renewal: Renewal | None = None
         self.share = 0.0
         """Of the planned run, how much is done."""
 
@@ -191,18 +191,11 @@ class Run:
         return random.Random(f"{self._experiment.seed} {name}").getrandbits(32)
 
     def _fresh(self, arm: Arm, items: list[Numbered], name: str) -> list[Numbered]:
-        """The same requests, each behind a beginning that the server has never seen, since its cache cannot be emptied.
-        Those that begin alike still do, and share with one another what they shared. Arms that are one server get
-        different beginnings, others the same."""
+        """Arms that are one server get different beginnings, others the same."""
+        if self._renewal is None:
+            self._renewal = Renewal(items)
         alike = [other.name for other in self._arms if other.origin == arm.origin]
-        salt = f"{self._experiment.seed} {name} {alike.index(arm.name)}"
-        pool = sorted({token for _, item in items for token in item.prompt})
-
-        def renewed(prompt: tuple[int, ...]) -> tuple[int, ...]:
-            head = prompt[:NONCE_TOKENS]
-            return (*random.Random(f"{salt} {head}").choices(pool, k=len(head)), *prompt[NONCE_TOKENS:])
-
-        return [(index, replace(item, prompt=renewed(item.prompt))) for index, item in items]
+        return list(self._renewal(items, f"{name} {alike.index(arm.name)}"))
 
     def _check(self, arm: Arm, requests: Sequence[Any], when: str) -> None:
         if (problem := arm.target.problem()) is not None:

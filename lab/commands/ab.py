@@ -10,7 +10,7 @@ import click
 import yaml
 
 from hotswap.core.config.files import read_file
-from hotswap.core.errors import ConfigError
+from hotswap.core.errors import ConfigError, HotswapError
 from hotswap.core.explain import redact
 from hotswap.server.commands.options import log_to_stderr
 
@@ -92,4 +92,9 @@ def _run(given: dict[str, Any], folder: Path) -> bool:
 
     experiment = load_experiment(given, folder)
     click.echo(yaml.safe_dump(redact(given), sort_keys=False), err=True)
-    return conduct(experiment, click.echo).partial
+    try:
+        return conduct(experiment, click.echo).partial
+    except ConfigError:
+        raise
+    except HotswapError as error:  # an arm's server did not start
+        raise click.ClickException(str(error)) from error

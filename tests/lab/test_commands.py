@@ -1,12 +1,20 @@
 """``hotswap ab`` and ``hotswap bench`` from the command line to what they write, with engines that compute."""
 
 import json
+import os
+import threading
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
+from hotswap.core.engine.clock import SystemClock
+from hotswap.lab.arms import started
+from hotswap.lab.experiment import load_experiment
 from hotswap.lab.journal import FILE, read_journal
+from hotswap.lab.load import ClosedLoop, run_load
+from hotswap.lab.plan import make_plan
+from hotswap.lab.processes import cpu_of
 from hotswap.lab.report import read_result
 from hotswap.lab.targets.server import ServerTarget
 from hotswap.server.cli import main
@@ -213,3 +221,52 @@ def test_a_foreign_server_may_be_an_arm(experiment, stub, tmp_path):
     assert result.exit_code == 0, result.output
     prompts = [tuple(body["prompt"][:8]) for body in stub.bodies if "prompt" in body]
     assert len(set(prompts)) == len(prompts), "one server's arms share no prefix"
+
+
+def test_benches_of_one_server_do_not_warm_its_cache_for_one_another(stub):
+    def script(reply):
+        if "prompt" not in reply.body:
+            return reply.refuse(404)  # a cache that cannot be emptied
+        reply.begin()
+        reply.say(1)
+        return reply.end()
+
+    stub.script = script
+    for _ in range(2):
+        assert invoke("bench", "--url", stub.url, "--requests", 8, "--seed", 0).exit_code == 0
+    heads = [tuple(body["prompt"][:8]) for body in stub.bodies if "prompt" in body]
+    assert len(set(heads)) == len(heads) == 24
+
+
+def test_an_experiment_whose_arm_never_answers_is_partial_from_the_start(experiment, stub, tmp_path):
+    stub.script = lambda reply: reply.refuse(500, "broken")
+    out = tmp_path / "out"
+    result = invoke("ab", experiment(base=None, arms={"base": {"url": stub.url}, "b": {"url": stub.url}}), "--out", out)
+    assert result.exit_code == 1, result.output
+    assert "HTTP 500: broken" in result.output
+    assert read_result(out / "result.json").partial
+
+
+def test_sessions_and_traces_of_turns_are_measured(experiment, tmp_path):
+    out = tmp_path / "out"
+    workload = {"use": "sessions", "turns": 3, "system": 10, "message": 8, "output": 5, "think": 0.01}
+    result = invoke("ab", experiment(workload=workload, pairs=2, cache="warm"), "--out", out)
+    assert result.exit_code == 0, result.output
+    assert all(record.error is None for block in blocks_of(out) for record in block.requests)
+
+
+def test_an_arm_that_waits_for_its_turn_uses_no_cpu(config):
+    workload = {"use": "synthetic", "prompt": 20}
+    plan = make_plan(load_experiment({
+        "base": str(config), "arms": {"static": {"scheduler": "static"}}, "workload": workload}))
+    now = SystemClock().now
+    with started(plan, now, progress=False) as arms:
+        for arm in arms:
+            run_load(arm.target, zip(range(4), plan.items(), strict=False), ClosedLoop(2), now, name=arm.name)
+        threading.Event().wait(0.3)
+        shares = []
+        for _ in range(3):
+            before, begin = cpu_of([os.getpid()]), now()
+            threading.Event().wait(1.0)
+            shares.append((cpu_of([os.getpid()]) - before) / (now() - begin))
+    assert min(shares) < 0.05, shares

@@ -12,6 +12,7 @@ from hotswap.lab.experiment import load_experiment
 from hotswap.lab.interleave import orders
 from hotswap.lab.journal import FILE, Journal, read_journal
 from hotswap.lab.run import Arm, Run
+from hotswap.lab.targets.target import Ending
 
 NOW = SystemClock().now
 
@@ -108,6 +109,27 @@ def test_two_arms_that_are_one_server_do_not_warm_the_cache_for_each_other(scrip
     measured = run({"base": server, "b": server}, origins={"base": "http://x", "b": "http://x"})
     assert all(pair.base["hit_rate"] == pair.arm["hit_rate"] == 0 for pair in measured.pairs["b"])
     assert len({request.prompt[:8] for request in server.requests}) == len(server.requests)
+
+
+def test_another_run_with_the_same_seed_does_not_find_the_first_ones_prompts(script):
+    server = script(can_reset=False)
+    for _ in range(2):
+        measured = run({"base": server, "b": server}, origins={"base": "http://x", "b": "http://x"})
+        assert all(pair.base["hit_rate"] == pair.arm["hit_rate"] == 0 for pair in measured.pairs["b"])
+
+
+def test_arms_that_are_two_servers_get_the_same_prompts(script):
+    targets = {"base": script(can_reset=False), "b": script(can_reset=False)}
+    run(targets)
+    assert sorted(r.prompt for r in targets["base"].requests) == sorted(r.prompt for r in targets["b"].requests)
+
+
+def test_an_arm_that_answers_nothing_ends_the_run_while_it_warms_up(script):
+    broken = script()
+    broken.send = lambda request, hearer: hearer.ended(Ending(NOW(), error="HTTP 500: broken"))
+    measured = run({"base": script(), "b": broken})
+    assert measured.partial and measured.blocks == []
+    assert measured.stopped == "arm 'b' answered no request while warming up: HTTP 500: broken"
 
 
 def test_what_requests_of_a_block_share_they_share_behind_a_new_beginning(script):
