@@ -3,7 +3,7 @@
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
@@ -14,6 +14,10 @@ from hotswap.core.errors import ConfigError, HotswapError
 from hotswap.core.explain import redact
 from hotswap.server.commands.options import log_to_stderr
 
+if TYPE_CHECKING:
+    from hotswap.lab.records import Result
+
+OVERVIEW = "overview.md"
 SHORT = {
     "workload": {"use": "synthetic", "prompt": 64, "output": 16},
     "load": {"concurrency": 4},
@@ -37,7 +41,7 @@ def command(
 ) -> None:
     """Run an experiment: arms take turns at the same requests, and each metric gets a verdict.
 
-    A FOLDER is run file by file. Exit code 1 where a run ended before its time.
+    A FOLDER is run file by file, and ends in one table of all. Exit code 1 where a run ended before its time.
     """
     needs_extra()
     log_to_stderr()
@@ -47,13 +51,15 @@ def command(
     files = sorted(source.glob("*.yaml")) if source.is_dir() else [source]
     if not files:
         raise ConfigError(f"there is no experiment (*.yaml) in {source}")
-    partial = False
+    results: dict[str, Result] = {}
     for file in files:
         folder = out / file.stem if out is not None and source.is_dir() else out
         values = short(file, arms, urls) if arms or urls else read_file(file)
         given = {**values, **changes, **({} if folder is None else {"out": str(folder)})}
-        partial |= _run(given, file.parent)
-    if partial:
+        results[str(given.get("name", file.stem))] = _run(given, file.parent)
+    if source.is_dir():
+        _tell_all(results, out)
+    if any(result.partial for result in results.values()):
         ctx.exit(1)
 
 
@@ -85,16 +91,26 @@ def _host(url: str) -> str:
     return urlsplit(url).netloc or url
 
 
-def _run(given: dict[str, Any], folder: Path) -> bool:
-    """Whether it ended before its time."""
+def _run(given: dict[str, Any], folder: Path) -> "Result":
     from hotswap.lab.conduct import conduct
     from hotswap.lab.experiment import load_experiment
 
     experiment = load_experiment(given, folder)
     click.echo(yaml.safe_dump(redact(given), sort_keys=False), err=True)
     try:
-        return conduct(experiment, click.echo).partial
+        return conduct(experiment, click.echo)
     except ConfigError:
         raise
     except HotswapError as error:  # an arm's server did not start
         raise click.ClickException(str(error)) from error
+
+
+def _tell_all(results: dict[str, "Result"], out: Path | None) -> None:
+    """The table of all experiments; with a folder for the results, as a file there, too."""
+    from hotswap.lab.report.overview import render_overview
+
+    text = render_overview(results)
+    click.echo(text)
+    if out is not None:
+        (out / OVERVIEW).write_text(text, "utf-8")
+        click.echo(f"written: {out / OVERVIEW}")

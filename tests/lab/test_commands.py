@@ -72,7 +72,7 @@ def test_the_short_form_compares_the_first_arm_with_the_others(config, tmp_path,
     assert header["experiment"]["against"] == "scheduler=static"
 
 
-def test_a_folder_is_run_file_by_file(experiment, tmp_path):
+def test_a_folder_is_run_file_by_file_and_ends_in_one_table(experiment, tmp_path):
     experiment(pairs=2)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -82,6 +82,8 @@ def test_a_folder_is_run_file_by_file(experiment, tmp_path):
     result = invoke("ab", folder, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert [len(blocks_of(tmp_path / "out" / name)) for name in ("one", "two")] == [4, 4]
+    table = (tmp_path / "out" / "overview.md").read_text("utf-8")
+    assert "| one | `base` |" in table and "| two | `base` |" in table and table in result.output
 
 
 def test_an_engine_that_dies_leaves_a_partial_result_and_exit_code_1(experiment, tmp_path, monkeypatch):

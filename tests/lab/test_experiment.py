@@ -1,18 +1,23 @@
 """What an experiment file may say. Everything wrong is refused with its path, before a model is loaded."""
 
+import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
+from hotswap.core.config.files import read_file
 from hotswap.core.errors import ConfigError
 from hotswap.lab.experiment import load_experiment
 from hotswap.lab.load import ClosedLoop, OpenLoop
 from hotswap.lab.plan import make_plan, overrides
 from hotswap.server.cli import main
 
+SHIPPED = [file for name in ("experiments", "techniques")
+           for file in sorted((Path(__file__).parents[2] / "examples" / name).glob("*.yaml"))]
 BASE = {"base": {"model": "smollm2-135m-instruct"}, "arms": {"static": {"scheduler": "static"}}}
 
 
@@ -172,3 +177,9 @@ def test_bench_needs_no_extra():
     without = "import sys; sys.modules |= {'scipy': None, 'plotly': None}; "
     program = without + "import hotswap.lab.bench, hotswap.lab.commands.bench, hotswap.lab.summary"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_the_experiments_that_ship_can_be_run(file):
+    plan = make_plan(load_experiment(read_file(file), file.parent), progress=False)
+    assert len(plan.arms) >= 2 and all(item.prompt for item in itertools.islice(plan.items(), 20))

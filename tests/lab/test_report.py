@@ -17,6 +17,7 @@ from hotswap.lab.metrics import Slo, spec_of, values_of
 from hotswap.lab.records import BlockRecord, Comparison, Outcome, Pair, RequestRecord, Result
 from hotswap.lab.report import read_result, render_table, words, write_report
 from hotswap.lab.report.content import config_differences, divergence_lines, headline, percentiles, rows, tallies
+from hotswap.lab.report.overview import LEGEND, render_overview
 from hotswap.lab.report.page import STRIP, render_page, strips
 from hotswap.lab.report.plots import ecdf, running, timeline
 from hotswap.lab.statistics import Monitor, Settings
@@ -102,6 +103,29 @@ def test_beneath_the_table_stand_failures_hit_rates_disturbed_blocks_and_diverge
     assert "static: greedy outputs differ from the base's in 1 request\n" in text
     assert "static: pair 2, request 5, position 7: ' a' in the base, '</script><b>' in the arm" in text
     assert "greedy outputs of all arms agree" in render_table(replace(result, divergences=[]))
+
+
+def test_experiments_share_a_table_with_a_line_for_each_arm_and_a_column_for_what_all_of_them_measure(result):
+    other = experiment(12, ("static",))
+    fewer = replace(other, metrics=METRICS[1:], comparisons=[
+        found for found in other.comparisons if found.metric != METRICS[0].name])
+    text = render_overview({"Two arms": result, "One arm": fewer})
+    assert text.startswith(LEGEND)
+    header, _, *lines = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    names = [cell.strip() for cell in header]
+    assert names == ["experiment", "base", "arm", *(spec.name for spec in METRICS[1:]), "others"]
+    assert [(line[0].strip(), line[2]) for line in lines] == [
+        ("Two arms", "`static`"), ("Two arms", "`chunked`"), ("One arm", "`static`")]
+    tpot = names.index("tpot_p50")
+    assert "**+3" in lines[0][tpot] and "↓**" in lines[0][tpot], "slower, for certain"
+    assert "**" not in lines[1][tpot] and lines[1][tpot].endswith(("=", "?"))
+    assert "ttft_p50: **+" in lines[0][-1], "what the other experiment does not measure"
+    assert "- Two arms: static: failed: " in text and "- Two arms: static: greedy outputs differ" in text
+
+
+def test_an_experiment_that_ended_too_early_is_marked_in_the_table_of_all():
+    text = render_overview({"Short": experiment(4, ("static",), "arm static died", partial=True)})
+    assert "| Short (partial) |" in text and "- Short: partial: arm static died" in text
 
 
 def test_a_partial_result_says_so_first():
