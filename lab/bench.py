@@ -89,7 +89,7 @@ class Bench:
     ) -> BlockRecord:
         chosen = items if self.seconds is not None else iter(list(islice(items, self.requests)))
         total = None if self.seconds is not None else self.requests
-        neighbours = Neighbours()
+        neighbours = Neighbours(now)
         with tqdm(total=total, desc="requests", unit="", disable=None if progress else True) as bar:
             target.begin()
             stretch = run_load(
@@ -98,7 +98,7 @@ class Bench:
             activity = target.finish()
         return BlockRecord(
             "bench", 0, 0, stretch.wall, stretch.records, activity.cpu, activity.engine, tuple(activity.timeline),
-            neighbours.cores(stretch.wall))
+            neighbours.cores())
 
     def died(self, block: BlockRecord) -> bool:
         """Whether it ended before its time."""

@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,11 +79,12 @@ def machine_cpu() -> float | None:
 class Neighbours:
     """How many cores were used by processes that are not of our family, since it was made."""
 
-    def __init__(self) -> None:
-        self._before = self._foreign()
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._begin, self._before = now, now(), self._foreign()
 
-    def cores(self, seconds: float) -> float | None:
-        before, after = self._before, self._foreign()
+    def cores(self) -> float | None:
+        """None where the machine does not tell."""
+        before, after, seconds = self._before, self._foreign(), self._now() - self._begin
         if before is None or after is None or seconds <= 0:
             return None
         return max(0.0, after - before) / seconds

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hotswap.core.interfaces.workload import WorkItem
 from hotswap.core.request import GREEDY_EPSILON
@@ -16,9 +16,9 @@ from hotswap.lab.load import Load, Numbered, OpenLoop, Stretch, run_load
 from hotswap.lab.metrics import Slo, failed, values_of
 from hotswap.lab.outputs import divergences
 from hotswap.lab.processes import Neighbours
-from hotswap.lab.records import BlockRecord, Pair
+from hotswap.lab.records import BlockRecord, Pair, RequestRecord
 from hotswap.lab.renewal import Renewal
-from hotswap.lab.targets.target import Target
+from hotswap.lab.targets.target import Activity, Target
 
 LEAST_REQUESTS = 4
 WARM_UP_REQUESTS = 8
@@ -70,6 +70,14 @@ class Measured:
     partial: bool = False
 
 
+class Served(NamedTuple):
+    """What came of a block. ``foreign``: cores that other processes used beside it."""
+
+    stretch: Stretch
+    activity: Activity
+    foreign: float | None
+
+
 class Dead(Exception):
     """An arm cannot go on."""
 
@@ -110,27 +118,27 @@ class Run:
 
     def _warm_up(self) -> int:
         """Serve blocks that do not count. Returns how many requests a block should have."""
-        limit = self._load.limit or 1
-        size = self._experiment.block.requests or max(WARM_UP_REQUESTS, 2 * limit)
+        wanted, limit = self._experiment.block, self._load.limit or 1
+        size = wanted.requests or max(WARM_UP_REQUESTS, 2 * limit)
         slowest = 0.0
         for number in range(self._experiment.warm_up):
-            items = list(islice(self._items, size))
+            items, walls = list(islice(self._items, size)), []
             for arm in self._arms:
                 self._progress(0.0, f"warming up {arm.name}")
-                stretch = self._stretch(arm, items, f"warm-up {number}")[0]
-                self._check(arm, stretch.records, "while warming up")
-                slowest = max(slowest if number else 0.0, stretch.wall / len(items))
-        if self._experiment.block.requests is not None:
+                served = self._serve(arm, items, f"warm-up {number}").stretch
+                self._check(arm, served.records, "while warming up")
+                walls.append(served.wall)
+            slowest = max(walls) / size  # of the last time: the first has more to do
+        if wanted.requests is not None:
             return size
-        least = max(LEAST_REQUESTS, 2 * limit)
         if isinstance(self._load, OpenLoop) and self._load.arrivals != "workload":
-            return max(least, round(self._load.rate * self._experiment.block.seconds))
-        return max(least, round(self._experiment.block.seconds / max(slowest, 1e-6)))
+            return max(LEAST_REQUESTS, round(self._load.rate * wanted.seconds))
+        return max(LEAST_REQUESTS, 2 * limit, round(wanted.seconds / max(slowest, 1e-6)))
 
     def _rounds(self, size: int) -> str:
-        begin = self._now()
+        begin, seconds = self._now(), self._experiment.minutes * 60
         for number, order in enumerate(orders([arm.name for arm in self._arms], self._experiment.seed)):
-            self._progress(self.share, f"pair {number + 1}")
+            self._progress(min(1.0, max(self.share, (self._now() - begin) / seconds)), f"pair {number + 1}")
             self._round(number, order, list(islice(self._items, size)))
             if (number + 1) % ROUNDS == 0:
                 end = self._look_ahead(number + 1, self._now() - begin)
@@ -167,14 +175,13 @@ class Run:
                 self.measured.divergences += divergences(blocks[self._base], blocks[name], self._text)
 
     def _block(self, arm: Arm, items: list[Numbered], number: int) -> BlockRecord:
-        neighbours = Neighbours()
-        stretch, activity = self._stretch(arm, items, f"pair {number}")
+        stretch, activity, foreign = self._serve(arm, items, f"pair {number}")
         position, self._positions = self._positions, self._positions + 1
         return BlockRecord(
             arm.name, number, position, stretch.wall, stretch.records, activity.cpu, activity.engine,
-            tuple(activity.timeline), neighbours.cores(stretch.wall))
+            tuple(activity.timeline), foreign)
 
-    def _stretch(self, arm: Arm, items: list[Numbered], name: str) -> tuple[Stretch, Any]:
+    def _serve(self, arm: Arm, items: list[Numbered], name: str) -> Served:
         """The same requests, from the same state of the cache, at the same planned times, for every arm."""
         target = arm.target
         if self._experiment.cache == "cold":
@@ -183,9 +190,11 @@ class Run:
             else:
                 items = self._fresh(arm, items, name)
         gc.collect()  # what the last block has left is not this one's to clear away
+        neighbours = Neighbours(self._now)
         target.begin()
         stretch = run_load(target, items, self._load, self._now, name=name, seed=self._seed(name))
-        return stretch, target.finish()
+        activity = target.finish()
+        return Served(stretch, activity, neighbours.cores())
 
     def _seed(self, name: str) -> int:
         return random.Random(f"{self._experiment.seed} {name}").getrandbits(32)
@@ -197,7 +206,7 @@ class Run:
         alike = [other.name for other in self._arms if other.origin == arm.origin]
         return list(self._renewal(items, f"{name} {alike.index(arm.name)}"))
 
-    def _check(self, arm: Arm, requests: Sequence[Any], when: str) -> None:
+    def _check(self, arm: Arm, requests: Sequence[RequestRecord], when: str) -> None:
         if (problem := arm.target.problem()) is not None:
             raise Dead(f"arm {arm.name!r} died {when}: {problem}")
         bad = failed(requests)

@@ -3,6 +3,11 @@
 import gc
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +16,7 @@ from hotswap.core.interfaces.workload import WorkItem
 from hotswap.lab.experiment import load_experiment
 from hotswap.lab.interleave import orders
 from hotswap.lab.journal import FILE, Journal, read_journal
+from hotswap.lab.processes import Neighbours, processes
 from hotswap.lab.run import Arm, Run
 from hotswap.lab.targets.target import Ending
 
@@ -248,3 +254,24 @@ def test_a_busy_neighbour_is_measured(monkeypatch, script, busy):
     measured = run({"base": script(0.05), "b": script(0.05)}, pairs=2)
     for block in measured.blocks:
         assert block.disturbed == pytest.approx(busy, abs=0.3)
+
+
+def test_neighbours_are_seen_for_what_they_use():
+    watch = Neighbours(NOW)
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import os; os.fork() and os._exit(0)\nwhile True: pass"])  # nobody of our family
+    other.wait()
+    end = NOW() + 1.0
+    while NOW() < end:
+        """We use a core, which is not theirs."""
+    cores = watch.cores()
+    pid = next(pid for pid, seen in processes().items() if spins(pid))
+    os.kill(pid, signal.SIGKILL)
+    assert cores is not None and cores > 0.2
+
+
+def spins(pid):
+    try:
+        return b"while True: pass" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
