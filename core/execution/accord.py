@@ -77,33 +77,34 @@ class Accord:
             places = torch.zeros(self._rows * self._lookahead, dtype=torch.int64)
             places[:count] = torch.tensor(drawn.tokens)
             table[:, 2:] = places.view(self._rows, self._lookahead)
-        table = self._mesh.share(table.to(self._device))
-        if int(table[0, 0]) != _DRAWN:
+        table = self._share(table)
+        if table[0, 0] != _DRAWN:
             self._last_word = table
             raise ProposalEndedError("the rank that leads has ended its proposal; its log says why")
         self._drawing = False
         return Drawn(table[:, 2:].flatten()[:count].tolist(), drawn.probs)
 
     def _agreed(self, own: Proposal) -> Proposal:
-        table = self._empty(_FAILED)
+        word = self._last_word
         if not self._mesh.is_first:
-            table = self._mesh.receive(table.to(self._device))
-        elif self._last_word is not None:
-            table = self._last_word
-        else:
+            word = self._mesh.receive(self._empty(_FAILED).to(self._device)).cpu()
+        elif word is None:
+            table = self._empty(_FAILED)
             if not own.failed:
-                table = torch.cat([torch.zeros_like(table[:, :1]), _table(own.drafts, self._lookahead)], 1)
-                table[0, 0] = own.dropped
-            word = self._mesh.share(table.to(self._device))
-            while int(word[0, 0]) == _DRAWN:  # this rank has failed, or drawn less than the leading one
-                word = self._mesh.share(table.to(self._device))
-            table = word
-        self._mesh.pass_on(table)
-        rows = table.tolist()
+                table[0, 0], table[:, 1:] = own.dropped, _table(own.drafts, self._lookahead)
+            word = self._share(table)
+            while word[0, 0] == _DRAWN:  # this rank has failed, or drawn less than the leading one
+                word = self._share(table)
+        self._mesh.pass_on(word.to(self._device))
+        rows = word.tolist()
         dropped = rows[0][0]
         if dropped == _FAILED:
             return Proposal([[] for _ in rows], None, 1, failed=True)
         return Proposal([row[2 : 2 + row[1]] for row in rows], own.probs, dropped, own.failed)
+
+    def _share(self, table: torch.Tensor) -> torch.Tensor:
+        """On the host, where it is looked at more than once."""
+        return self._mesh.share(table.to(self._device)).cpu()
 
     def _empty(self, what: int) -> torch.Tensor:
         table = torch.zeros(self._rows, 2 + self._lookahead, dtype=torch.int64)

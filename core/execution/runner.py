@@ -254,7 +254,8 @@ class ModelRunner:
         """Ask for drafts and write them behind the known tokens; returns how many proposals made no sense."""
         if not self._speculation.lookahead:
             return 0
-        proposal = self._accord.drafts(len(batch.rows), lambda: self._speculation.propose(self._questions(batch)))
+        questions = self._questions(batch) if self._speculation.on else []
+        proposal = self._accord.drafts(len(batch.rows), lambda: self._speculation.propose(questions))
         if proposal.failed:
             self._speculation.lose(row.request for row in batch.rows)
         batch.drafts, batch.draft_probs = proposal.drafts, proposal.probs

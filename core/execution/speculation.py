@@ -121,10 +121,10 @@ class Speculation:
         try:
             with blaming(self.speculator, "propose"):
                 drafts = self.speculator.propose(asked) if asked else Drafts([])
+                tokens, probs, problems = _taken(asked, drafts, self._vocab_size)
         except ComponentError as error:
             self._warn("no proposal", error, error)
             raise
-        tokens, probs, problems = _taken(asked, drafts, self._vocab_size)
         if problems:
             self._warn("what makes no sense", problems[0])
         if len(asked) < len(rows):

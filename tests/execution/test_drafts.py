@@ -228,6 +228,14 @@ def test_a_proposal_that_raises_is_dropped_counted_and_named_and_the_next_one_is
         "propose: ValueError: planted"]
 
 
+def test_what_is_no_proposal_at_all_is_dropped_by_name(make_host, script, prompts, answers, caplog):
+    host = make_host(speculator=script(lambda request, tokens, slots: [None] * slots))
+    host.new("d", prompts["d"])
+    assert host.generate("d", COUNT, drafts=3) == answers["d"][:COUNT]
+    assert host.verdicts[1].counts["dropped_proposals"] == 1
+    assert "speculator 'Script' raised in propose: TypeError: int() argument must be" in caplog.text
+
+
 def nonsense(kind):
     """A speculator that says what makes no sense, in one of several ways."""
 
