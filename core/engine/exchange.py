@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from hotswap.core.blame import blame
 from hotswap.core.config.changes import SIZES_OF_THE_CACHE, Difference, changed, differences
 from hotswap.core.config.check import Components, check_config
 from hotswap.core.engine.assembly import BuiltEngine, Made, divide_memory
@@ -119,7 +120,7 @@ class EngineExchange:
         except (ConfigError, ExchangeError, EngineStoppedError):
             raise
         except Exception as error:
-            raise ExchangeError(f"the old parts serve on: {type(error).__name__}: {error}") from error
+            raise ExchangeError(f"the old parts serve on: {blame(error)}") from error
         proven = self._await(trial)
         if trial.problem is not None:
             raise ExchangeError(f"the new parts failed in their first steps, the old ones are back: {trial.problem}")

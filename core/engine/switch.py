@@ -70,6 +70,9 @@ def carry_out(loop: EngineLoop, switch: Switch) -> Effect:
             _exchange_drained(work)
         work.undo.append(partial(setattr, loop.lifecycle, "limits", loop.limits))
         loop.lifecycle.limits = switch.limits
+        if switch.scheduler is not None:
+            work.undo.append(partial(setattr, loop.parts, "scheduler", loop.parts.scheduler))
+            loop.parts.scheduler = switch.scheduler
         _let_children_go(work)
         _readmit(work)
     except BaseException:
@@ -214,12 +217,9 @@ def _let_children_go(work: _Work) -> None:
 
 def _readmit(work: _Work) -> None:
     """Tell a new scheduler of every request that waits, the old one of those that did not until now."""
-    loop, scheduler = work.loop, work.switch.scheduler
-    waiting = list(work.again)
-    if scheduler is not None:
+    loop, waiting = work.loop, list(work.again)
+    if work.switch.scheduler is not None:
         held = {child.id for state in loop.pool.states.values() for child in state.held}
         waiting = [state for state in loop.pool.states.values() if state.status is WAITING and state.id not in held]
-        work.undo.append(partial(setattr, loop.parts, "scheduler", loop.parts.scheduler))
-        loop.parts.scheduler = scheduler
     for state in sorted(waiting, key=lambda state: state.sequence):
         loop.parts.scheduler.admit(state)

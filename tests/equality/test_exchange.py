@@ -1,11 +1,18 @@
 """Parts are exchanged while requests run, and the outputs are those of an engine that was let be."""
 
+import copy
 import random
+import sys
 import threading
+import time
 from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+
+from hotswap.core.errors import ConfigError, ExchangeError
+from hotswap.core.hooks import Observer, hookimpl
 
 SCHEDULERS = ("static", "continuous", "chunked", "prefill_first")
 POLICIES = ("fcfs", "priority", "fair_share", "shortest_first", "longest_prefix_first")
@@ -13,6 +20,7 @@ MANAGERS = ("paged", "prefix", "radix", "contiguous")
 EVICTIONS = ("lru", "fifo", "lfu", "slru")
 ATTENTION = (["attention=torch"], ["attention={use: composite, prefill: torch, decode: torch}"])
 STREAMS = 16
+TOKENS = 40
 
 
 def change(rng: random.Random, now: dict[str, Any], drafts: list[str]) -> list[str]:
@@ -49,6 +57,8 @@ def under_load(engine: Any, prompts: list[list[int]], expected: list[list[int]],
     box: list[Any] = []
 
     def run() -> None:
+        while not engine.built.engine.loop.pool.running:
+            time.sleep(0.001)
         try:
             box.append(work())
         except BaseException as error:
@@ -69,11 +79,353 @@ def test_sixty_exchanges_at_random_change_no_output(run, tiny, depth):
     rng = random.Random(depth)
     engine = run(tiny.config("chunked", "prefix", "none", depth, num_blocks=1 + 6 * 32))
     prompts = [tiny.prompt(rng.randrange(1, 60), rng) for _ in range(STREAMS)]
-    expected = engine.generate(prompts, 40)
+    expected = engine.generate(prompts, TOKENS)
     seen = under_load(engine, prompts, expected, lambda: exchange_at_random(engine, 60, depth, ["none", "ngram"]))
     print(seen)
     assert all(seen[path] for path in (
         "scheduler", "scheduler.policy", "kvcache", "kvcache.eviction", "speculator", "attention"))
     assert seen["handed over"] and seen["recomputed"]
     assert seen["proven"] > 50
+    engine.assert_clean()
+
+
+PLANTED = '''
+from dataclasses import replace
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.scheduler import Row, StepPlan
+from hotswap.plugins.attention.torch_sdpa import TorchAttention
+from hotswap.plugins.kvcache.prefix import PrefixKVCache
+from hotswap.plugins.schedulers.continuous import ContinuousScheduler
+from hotswap.plugins.speculators.ngram import NgramSpeculator
+
+
+class Fuse:
+    """Burns at the ``after``-th call of one of its methods."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.calls = 0
+
+    def burn(self, after=3):
+        self.calls += 1
+        if self.calls >= after:
+            raise RuntimeError("planted")
+
+
+class Own(ContinuousScheduler): ...
+
+
+class PlanRaises(Fuse, ContinuousScheduler):
+    def plan(self, ctx):
+        self.burn()
+        return super().plan(ctx)
+
+
+class PlansNonsense(ContinuousScheduler):
+    def plan(self, ctx):
+        return StepPlan([Row("nobody", 1)])
+
+
+class AdmitRaises(Fuse, ContinuousScheduler):
+    def admit(self, view):
+        self.burn(3)
+        super().admit(view)
+
+
+class ObserveRaises(Fuse, ContinuousScheduler):
+    def observe(self, outcome):
+        self.burn()
+        super().observe(outcome)
+
+
+class ReserveRaises(Fuse, PrefixKVCache):
+    def reserve(self, *arguments, **named):
+        self.burn()
+        return super().reserve(*arguments, **named)
+
+
+class CommitRaises(Fuse, PrefixKVCache):
+    def commit(self, *arguments):
+        self.burn()
+        return super().commit(*arguments)
+
+
+class FenceRaises(Fuse, PrefixKVCache):
+    def on_fence(self, fence):
+        self.burn()
+        super().on_fence(fence)
+
+
+class AdoptRaises(Fuse, PrefixKVCache):
+    def adopt(self, state):
+        super().adopt(state)
+        self.burn(1)
+
+
+class ConfigureRefuses(PrefixKVCache):
+    def configure(self, *arguments):
+        raise ConfigError("planted", "kvcache")
+
+
+class ProposeRaises(Fuse, NgramSpeculator):
+    def propose(self, rows):
+        self.burn()
+        return super().propose(rows)
+
+
+class LoadRefuses(NgramSpeculator):
+    def load(self):
+        raise ConfigError("planted", "speculator")
+
+
+class RunRaises(Fuse, TorchAttention):
+    def run(self, *arguments):
+        self.burn(7)
+        super().run(*arguments)
+
+
+class BindRaises(TorchAttention):
+    def bind(self, *arguments):
+        raise RuntimeError("planted")
+
+
+class OwnPages(TorchAttention):
+    def support(self):
+        return replace(super().support(), layouts=())
+'''
+POINTS = {
+    "scheduler": ("Own", "PlanRaises", "PlansNonsense", "AdmitRaises", "ObserveRaises"),
+    "kvcache": ("ReserveRaises", "CommitRaises", "FenceRaises", "AdoptRaises", "ConfigureRefuses"),
+    "speculator": ("ProposeRaises", "LoadRefuses"), "attention": ("RunRaises", "BindRaises", "OwnPages"),
+}
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A package of somebody's, found as if pip had installed it; components are named after their classes."""
+    (tmp_path / "planted_parts.py").write_text(PLANTED)
+    info = tmp_path / "planted-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join(
+        f"[hotswap.{kind}]\n" + "\n".join(f"{name} = planted_parts:{name}" for name in names)
+        for kind, names in POINTS.items()))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("planted_parts", None)
+
+
+class Hearing(Observer):
+    """What observers are told of exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[str, str, str]] = []
+
+    @hookimpl
+    def hotswap_component_exchanged(self, old: str, new: str, problem: str) -> None:
+        self.heard.append((old, new, problem))
+
+
+@pytest.fixture
+def loaded(run, tiny, planted):
+    """An engine, prompts for it, and the outputs that it gives."""
+    engine = run(tiny.config("chunked", "prefix", "none", 2, num_blocks=1 + 6 * 32))
+    rng = random.Random(3)
+    prompts = [tiny.prompt(rng.randrange(1, 60), rng) for _ in range(10)]
+    engine.hearing = Hearing()
+    engine.built.components.add(engine.hearing)
+    return engine, prompts, engine.generate(prompts, TOKENS)
+
+
+@pytest.mark.parametrize(("sets", "blamed"), [
+    (["scheduler=PlanRaises"], "scheduler 'PlanRaises' raised"),
+    (["scheduler=PlansNonsense"], "scheduler 'PlansNonsense' made an invalid plan"),
+    (["scheduler=ObserveRaises"], "scheduler 'ObserveRaises' raised"),
+    (["kvcache=ReserveRaises"], "kvcache 'ReserveRaises' raised"),
+    (["kvcache=CommitRaises"], "kvcache 'CommitRaises' raised"),
+    (["kvcache=FenceRaises"], "kvcache 'FenceRaises' raised"),
+    (["speculator=ProposeRaises"], "speculator 'ProposeRaises' raised"),
+    (["attention=RunRaises"], "attention 'RunRaises' raised"),
+    (["attention=RunRaises", "kvcache=radix", "scheduler=Own"], "attention 'RunRaises' raised"),
+])
+def test_a_part_that_raises_in_its_first_steps_gives_way_again_and_no_request_ends(loaded, sets, blamed):
+    engine, prompts, expected = loaded
+    before, labels = engine.built.effective(), [part["name"] for part in engine.built.listing()]
+
+    def exchange() -> str:
+        with pytest.raises(ExchangeError) as caught:
+            engine.built.exchange(sets)
+        return str(caught.value)
+
+    message = under_load(engine, prompts, expected, exchange)
+    assert blamed in message
+    assert "planted" in message or "invalid plan" in message
+    assert engine.generate(prompts, TOKENS) == expected
+    assert engine.built.effective() == before
+    assert sorted(part["name"] for part in engine.built.listing()) == sorted(labels)
+    assert engine.seen["error"] == engine.seen["abort"] == 0
+    assert engine.built.engine.health() is None
+    there, back = engine.hearing.heard[:len(sets)], engine.hearing.heard[len(sets):]
+    assert [(old, new) for old, new, _ in back] == [(new, old) for old, new, _ in there]
+    assert all(blamed in problem for *_, problem in back)
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize(("sets", "error", "message"), [
+    (["kvcache=ConfigureRefuses"], ConfigError, "planted"), (["speculator=LoadRefuses"], ConfigError, "planted"),
+    (["kvcache=AdoptRaises"], ExchangeError, "kvcache 'AdoptRaises' raised"),
+    (["attention=BindRaises"], ExchangeError, "attention 'BindRaises' raised in bind"),
+    (["scheduler=AdmitRaises", "kvcache=radix"], ExchangeError, "scheduler 'AdmitRaises' raised"),
+    (["kvcache.num_blocks=9"], ConfigError, "needs 33 pages"),
+    (["attention=flash"], ConfigError, "FlashAttention needs a CUDA device"),
+    (["scheduler=Own", "speculator={use: ngram, max_draft: 99}"], ConfigError, "max_batch_tokens"),
+])
+def test_what_cannot_be_put_in_place_changes_nothing(loaded, sets, error, message):
+    engine, prompts, expected = loaded
+    before = engine.built.effective()
+
+    def exchange() -> str:
+        with pytest.raises(error) as caught:
+            engine.built.exchange(sets)
+        return str(caught.value)
+
+    assert message in under_load(engine, prompts, expected, exchange)
+    assert engine.built.effective() == before
+    assert engine.generate(prompts, TOKENS) == expected
+    assert not engine.hearing.heard
+    assert engine.seen["error"] == engine.seen["abort"] == 0
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize(("sets", "recomputed"), [
+    (["scheduler=Own"], False), (["attention=OwnPages"], True), (["kvcache.num_blocks=150"], True),
+    (["kvcache.block_size=8", "kvcache.num_blocks=70"], True), (["kvcache=radix", "scheduler=Own"], False),
+])
+def test_parts_of_a_stranger_s_package_and_other_sizes_are_exchanged(loaded, sets, recomputed):
+    engine, prompts, expected = loaded
+    [report] = under_load(engine, prompts, expected, lambda: engine.built.exchange(sets))
+    assert report.proven
+    assert bool(report.effect.recomputed) is recomputed
+    assert engine.generate(prompts, TOKENS) == expected
+    assert engine.hearing.heard == [(part.old, part.new, "") for part in report.parts]
+    for text in sets:
+        path, _, value = text.partition("=")
+        section, _, key = path.partition(".")
+        assert str(engine.built.effective()[section][key or "use"]) == value
+    engine.assert_clean()
+
+
+@pytest.fixture(scope="module")
+def noisy(tiny, tmp_path_factory):
+    """The tiny model with noise on its weights: a draft model that is often right."""
+    model, noise = copy.deepcopy(tiny.reference.model), torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter += 0.03 * parameter.std() * torch.randn(parameter.shape, generator=noise)
+    path = tmp_path_factory.mktemp("noisy-llama")
+    model.save_pretrained(path)
+    return path
+
+
+def test_a_draft_model_comes_and_goes(run, tiny, noisy):
+    """Its weights are loaded beside serving; its cache group divides the memory anew."""
+    engine = run(tiny.config("chunked", "prefix", "none", 2, num_blocks=1 + 6 * 32))
+    rng = random.Random(4)
+    prompts = [tiny.prompt(rng.randrange(1, 60), rng) for _ in range(10)]
+    expected = engine.generate(prompts, TOKENS)
+    draft = f"speculator={{use: draft, model: '{noisy}', max_draft: 3}}"
+
+    def exchange() -> list[Any]:
+        return [engine.built.exchange(sets)[0] for sets in (
+            [draft], ["kvcache=radix"], ["attention={use: composite, prefill: torch, decode: torch}"],
+            ["speculator=ngram", "kvcache=prefix"], [draft, "scheduler=static"], ["speculator=none"])]
+
+    reports = under_load(engine, prompts, expected, exchange)
+    assert [len(report.parts) for report in reports] == [1, 1, 1, 2, 2, 1]
+    assert engine.seen["accepted"] and engine.seen["rejected"]
+    assert reports[0].effect.recomputed, "another cache group"
+    assert set(engine.built.cache_plan.groups) == {"full"}
+    assert engine.generate(prompts, TOKENS) == expected
+    engine.assert_clean()
+    assert engine.seen["error"] == 0
+
+
+def test_logprobs_seeds_and_children_go_on_over_an_exchange(run, tiny):
+    """What needs state on the worker: random draws, penalties, logprobs of the prompt, prompts that are shared."""
+    engine = run(tiny.config("chunked", "prefix", "none", 2, num_blocks=1 + 6 * 32))
+    rng = random.Random(5)
+    prompt, other = tiny.prompt(50, rng), tiny.prompt(40, rng)
+    asked = [
+        {"prompt": other, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 7},
+        {"prompt": other, "max_tokens": TOKENS, "ignore_eos": True, "repetition_penalty": 1.3, "logprobs": 2},
+        {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "prompt_logprobs": 1},
+        {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True},
+        {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 9},
+    ]
+
+    def answers() -> list[Any]:
+        children = [{**fields, "fork_of": engine.name(3)} if index == 4 else fields
+                    for index, fields in enumerate(asked)]
+        return [
+            (answer.finish_reason, answer.token_ids, [round(one.logprob, 3) for one in answer.logprobs],
+             [one and round(one.logprob, 3) for one in answer.prompt_logprobs or ()])
+            for answer in engine.answer(*children)]
+
+    engine.built.engine.reset()
+    expected, box = answers(), []
+    changes = (["kvcache=contiguous"], ["kvcache=paged"], ["kvcache=prefix", "scheduler=static"],
+               ["attention={use: composite, prefill: torch, decode: torch}"], ["scheduler=chunked", "kvcache=radix"])
+    thread = threading.Thread(target=lambda: box.extend(engine.built.exchange(sets)[0] for sets in changes * 3))
+    thread.start()
+    rounds = 0
+    while thread.is_alive() or not rounds:
+        assert answers() == expected
+        rounds += 1
+    thread.join()
+    assert len(box) == 15
+    assert sum(report.effect.recomputed for report in box)
+    assert sum(report.effect.handed_over for report in box)
+    engine.assert_clean()
+
+
+def test_engines_exchange_one_after_the_other_or_one_alone(deploy, tiny, planted):
+    config = tiny.config("chunked", "prefix", "none", 1, parallel=[{"use": "data", "replicas": 2}])
+    deployed = deploy(config)
+    rng = random.Random(6)
+    prompts = [tiny.prompt(rng.randrange(1, 60), rng) for _ in range(8)]
+    expected = deployed.generate(prompts, TOKENS)
+    boxes = deployed.submit(prompts, TOKENS)
+    reports = deployed.built.exchange(["kvcache=radix", "scheduler.policy=priority"])
+    assert [answer.token_ids for answer in deployed.wait(boxes)] == expected
+    assert [report.replica for report in reports] == ["0", "1"]
+    assert not deployed.built.deviations()
+    [alone] = deployed.built.exchange(["scheduler=continuous"], "1")
+    assert alone.replica == "1"
+    uses = {name: config["scheduler"]["use"] for name, config in deployed.built.deviations().items()}
+    assert uses == {"1": "continuous"}
+    assert deployed.built.effective()["scheduler"]["use"] == "chunked"
+    with pytest.raises(ConfigError, match="there is no engine '7'; there are '0', '1'"):
+        deployed.built.exchange(["scheduler=continuous"], "7")
+    deployed.built.exchange(["scheduler=continuous"])
+    assert not deployed.built.deviations(), "the one that had it already stays as it is"
+    assert deployed.generate(prompts, TOKENS) == expected
+    deployed.assert_clean()
+
+
+def test_the_host_tier_lives_through_an_exchange(run, tiny):
+    engine = run(tiny.config(
+        "chunked", "prefix", "none", 2, kv_transfer={"use": "host", "memory": "1MiB", "swap_overhead": 0}))
+    prompts = tiny.prompts()
+    expected = engine.generate(prompts, TOKENS)
+    reports = under_load(engine, prompts, expected, lambda: [
+        engine.built.exchange(sets)[0] for sets in (["kvcache=radix"], ["scheduler=prefill_first"], ["kvcache=prefix"],
+                                                    ["speculator=ngram"], ["kvcache.eviction=fifo"])])
+    assert all(report.effect.recomputed == 0 for report in reports)
+    assert engine.built.engine.loads().extra["kv_transfer"]["swaps_out"]
+    with pytest.raises(ConfigError, match="pages would lie elsewhere than kv_transfer:host has told others"):
+        engine.built.exchange(["kvcache.num_blocks=60"])
+    assert engine.generate(prompts, TOKENS) == expected
     engine.assert_clean()
