@@ -28,6 +28,8 @@ LOOP_TIMEOUT_S = 600.0
 """For the exchange itself: steps are collected, graphs captured."""
 TRIAL_TIMEOUT_S = 10.0
 """How long the answer waits for the first steps of the new parts."""
+IDLE_S = 0.5
+"""Of these, while nothing runs that could take a step."""
 _POLL_S = 0.01
 
 
@@ -178,9 +180,11 @@ class EngineExchange:
     def _await(self, trial: Trial) -> bool:
         """Whether the first steps have gone well, as far as there are any."""
         loop = self.built.engine.loop
-        until = loop.clock.now() + TRIAL_TIMEOUT_S
-        while not trial.over.wait(_POLL_S) and loop.clock.now() < until and loop.pool.states:
-            pass
+        now = busy = loop.clock.now()
+        until = now + TRIAL_TIMEOUT_S
+        while not trial.over.wait(_POLL_S) and now < until and now < busy + IDLE_S:
+            now = loop.clock.now()
+            busy = now if loop.pool.states else busy
         return trial.over.is_set() and trial.problem is None
 
     # on the loop's thread

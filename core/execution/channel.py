@@ -44,7 +44,7 @@ class ChannelClosedError(ConnectionError):
 
 
 class Kind(IntEnum):
-    """What a frame holds. From the engine: ALLOCATE, EXECUTE, REPORT, STOP, JOIN. From a worker: READY to TRANSFERS.
+    """What a frame holds. From the engine: ALLOCATE to SETTLE. From a worker: READY to EXCHANGED.
     Between workers of two engines: FETCH, PAGES, DONE, REFUSED."""
 
     ALLOCATE = 1
@@ -52,6 +52,9 @@ class Kind(IntEnum):
     REPORT = 3
     STOP = 4
     JOIN = 5
+    PREPARE = 6
+    EXCHANGE = 7
+    SETTLE = 8
     READY = 10
     DONE = 11
     VERDICT = 12
@@ -59,6 +62,8 @@ class Kind(IntEnum):
     REFUSED = 14
     FAILED = 15
     TRANSFERS = 16
+    PREPARED = 17
+    EXCHANGED = 18
     FETCH = 20
     PAGES = 21
 

@@ -40,6 +40,8 @@ class Crew:
         self._on_news, self._on_end, self._clock = on_news, on_end, clock or SystemClock()
         self._channels: dict[int, Channel] = {}
         self._answers: list[SimpleQueue[Frame]] = [SimpleQueue() for _ in range(size)]
+        self._prepared: list[SimpleQueue[Frame]] = [SimpleQueue() for _ in range(size)]
+        """Answers that take their time, beside those to what is asked meanwhile."""
         self._refusals: SimpleQueue[Refusal] = SimpleQueue()
         self._told: set[int] = set()
         """Ranks that said themselves why they end."""
@@ -122,7 +124,7 @@ class Crew:
     def _await(self, kind: Kind, timeout_s: float | None = None, watch: bool = False) -> list[Frame]:
         """``watch``: a process may end before it has reported, so that no channel tells of it."""
         frames, begun = [], self._clock.now()
-        for answers in self._answers:
+        for answers in self._prepared if kind is Kind.PREPARED else self._answers:
             while True:
                 with contextlib.suppress(Empty):
                     frame = answers.get(timeout=_POLL_S)
@@ -184,7 +186,8 @@ class Crew:
                     cause = self._cause(rank, problem) if failure.lost else f"rank {rank} {problem}"
                     self.fail(cause, memory=failure.memory)
                 else:
-                    self._answers[rank].put(frame)
+                    answers = self._prepared if frame.kind is Kind.PREPARED else self._answers
+                    answers[rank].put(frame)
         except ChannelClosedError as error:
             self.fail(self._cause(rank, f"is gone: {error}"))
 

@@ -3,7 +3,7 @@
 import logging
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from threading import Lock
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hotswap.core.errors import EngineStoppedError
+from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError
 from hotswap.core.execution.channel import SECRET_BYTES, ChannelClosedError, Frame, Kind, decode, encode, encode_message
-from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part
+from hotswap.core.interfaces.component import Component, ComponentOptions, ComponentRef, Description, Part
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
 from hotswap.core.interfaces.messages import EndedTransfer, StepMessage, Verdict
 from hotswap.core.interfaces.parallel import (
@@ -28,7 +28,7 @@ from hotswap.core.interfaces.parallel import (
 from hotswap.plugins.parallel.crew import Crew
 from hotswap.plugins.parallel.lockstep import Lockstep, lockstep_of
 from hotswap.plugins.parallel.mesh import over_engines
-from hotswap.plugins.parallel.rank import ENTRY, Job, Ready, job_arguments
+from hotswap.plugins.parallel.rank import ENTRY, Exchange, Exchanged, Job, Prepared, Ready, job_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ProcessesExecutor(Executor):
         self._news: list[tuple[str, list[int]]] = []
 
     def describe(self) -> Description:
-        return Description(offers=frozenset({"ranks"}))
+        return Description(offers=frozenset({"ranks", "exchange"}))
 
     def launch(self, factory: WorkerFactory, plan: RankPlan, meeting: Meeting | None = None) -> WorkerInfo:
         if self._crew is not None:
@@ -107,6 +107,36 @@ class ProcessesExecutor(Executor):
             if crew.short_of_memory:
                 raise MemoryError(str(error)) from error  # as an allocation on this side would have failed
             raise
+
+    def prepare(self, parts: Mapping[str, Component]) -> WorkerInfo:
+        try:
+            return self._prepare({kind: part.ref.model_dump() for kind, part in parts.items()})
+        except Exception:
+            if parts:  # what other ranks have prepared
+                self._prepare({})
+            raise
+
+    def _prepare(self, refs: dict[str, dict[str, Any]]) -> WorkerInfo:
+        frames = self._running.ask(Kind.PREPARE, encode(refs), Kind.PREPARED)
+        answers = [decode(Prepared, frame.payload) for frame in frames]
+        for rank, answer in enumerate(answers):
+            if answer.path is not None:
+                raise ConfigError(answer.problem or "", answer.path)
+            if answer.problem is not None:
+                raise ExchangeError(f"rank {rank}: {answer.problem}")
+        return _merged([answer.ready for answer in answers if answer.ready is not None])
+
+    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
+        frames = self._running.ask(Kind.EXCHANGE, encode(Exchange(plan, keeps_pages, back)), Kind.EXCHANGED)
+        for rank, frame in enumerate(frames):
+            told = decode(Exchanged, frame.payload)
+            if told.problem is not None:
+                problem = f"rank {rank}: {told.problem}"
+                raise MemoryError(problem) if told.memory else ExchangeError(problem)
+        self._news = []  # the ranks know no request, and are told of each with all its tokens
+
+    def settle(self) -> None:
+        self._running.ask(Kind.SETTLE, b"", Kind.DONE)
 
     def submit(self, message: StepMessage) -> Ticket:
         crew, verdict = self._running, Future[Verdict]()

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -20,9 +20,11 @@ from hotswap.core.blame import blame
 from hotswap.core.errors import ConfigError
 from hotswap.core.execution.channel import Channel, ChannelClosedError, Frame, Kind, connect, decode, encode
 from hotswap.core.execution.child import call
+from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.messages import StepMessage
 from hotswap.core.interfaces.parallel import RankPlan, Worker, WorkerFactory, WorkerInfo
+from hotswap.core.registry import Registry
 from hotswap.plugins.parallel.mesh import DistributedMesh
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,34 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """Parts for an exchange are loaded, or ``problem`` says why not; ``path``: the config key of what is refused, None
+    where something has failed."""
+
+    ready: Ready | None
+    problem: str | None = None
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """See ``Executor.exchange``."""
+
+    plan: CachePlan
+    keeps_pages: bool
+    back: bool
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """``problem``: why the rank could not; it does nothing before it is told to go back. ``memory``: there was not
+    enough of it."""
+
+    problem: str | None = None
+    memory: bool = False
+
+
+@dataclass(frozen=True)
 class Refusal:
     """A ConfigError that arose on a rank."""
 
@@ -90,9 +120,10 @@ def serve(arguments: dict[str, Any]) -> None:
     Thread(target=_listen, args=(channel, frames, job.scratch), daemon=True).start()
     try:
         worker, mesh = _build(job)
-        channel.send(Kind.READY, encode(Ready(
-            worker.info(), hears=not mesh.is_last, sharers=1 if mesh.device.startswith("cuda") else job.local_size)))
-        _work(worker, channel, frames, answers=mesh.is_last and mesh.leads)
+        ready = Ready(
+            worker.info(), hears=not mesh.is_last, sharers=1 if mesh.device.startswith("cuda") else job.local_size)
+        channel.send(Kind.READY, encode(ready))
+        _work(worker, channel, frames, ready, answers=mesh.is_last and mesh.leads)
         worker.close()
     except ConfigError as error:
         channel.send(Kind.REFUSED, encode(Refusal(error.message, error.path)))
@@ -175,7 +206,7 @@ def _device(job: Job) -> str:
     return job.device if index else f"cuda:{place}"
 
 
-def _work(worker: Worker, channel: Channel, frames: "SimpleQueue[Frame]", answers: bool) -> None:
+def _work(worker: Worker, channel: Channel, frames: "SimpleQueue[Frame]", ready: Ready, answers: bool) -> None:
     """Carry out frames until one says STOP. ``answers``: the verdicts of this rank are those that count."""
     held: deque[Frame] = deque()
     while (frame := next_frame(frames, held)).kind is not Kind.STOP:
@@ -192,8 +223,40 @@ def _work(worker: Worker, channel: Channel, frames: "SimpleQueue[Frame]", answer
             channel.send(Kind.DONE)
         elif frame.kind is Kind.REPORT:
             channel.send(Kind.REPORTED, encode(worker.report()))
+        elif frame.kind is Kind.PREPARE:
+            refs = decode(dict[str, dict[str, Any]], frame.payload)
+            Thread(target=_prepare, args=(worker, channel, refs, ready), name="hotswap-prepare", daemon=True).start()
+        elif frame.kind is Kind.EXCHANGE:
+            channel.send(Kind.EXCHANGED, encode(_exchange(worker, decode(Exchange, frame.payload))))
+        elif frame.kind is Kind.SETTLE:
+            worker.settle()
+            channel.send(Kind.DONE)
         else:
             raise ChannelClosedError(f"the executor sent {frame.kind.name}, which no rank expects")
+
+
+def _prepare(worker: Worker, channel: Channel, refs: dict[str, dict[str, Any]], ready: Ready) -> None:
+    """Beside the steps. Whatever is wrong with a new part is answered, and ends nothing."""
+    registry = Registry()
+    try:
+        parts = {kind: registry.build(kind, ComponentRef(**ref), kind) for kind, ref in refs.items()}
+        answer = Prepared(replace(ready, info=worker.prepare(parts)))
+    except ConfigError as error:
+        answer = Prepared(None, error.message, error.path)
+    except Exception as error:
+        logger.exception("the new parts could not be loaded")
+        answer = Prepared(None, blame(error))
+    with contextlib.suppress(ChannelClosedError):  # the engine has ended meanwhile
+        channel.send(Kind.PREPARED, encode(answer))
+
+
+def _exchange(worker: Worker, told: Exchange) -> Exchanged:
+    try:
+        worker.exchange(told.plan, told.keeps_pages, told.back)
+    except Exception as error:
+        logger.exception("the exchange has failed")
+        return Exchanged(blame(error), isinstance(error, MemoryError))
+    return Exchanged()
 
 
 def next_frame(frames: "SimpleQueue[Frame]", held: deque[Frame]) -> Frame:

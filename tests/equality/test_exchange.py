@@ -429,3 +429,39 @@ def test_the_host_tier_lives_through_an_exchange(run, tiny):
         engine.built.exchange(["kvcache.num_blocks=60"])
     assert engine.generate(prompts, TOKENS) == expected
     engine.assert_clean()
+
+
+def test_every_rank_exchanges_its_parts(run, tiny, noisy):
+    """Two tensor ranks: parts of workers are prepared, put in place and taken back on both, or on none."""
+    engine = run(tiny.config("chunked", "prefix", "none", 1, parallel=[{"use": "tensor", "size": 2}]))
+    prompts = tiny.prompts()
+    expected = engine.generate(prompts, TOKENS)
+    changes = (
+        ["kvcache=radix", "scheduler=continuous"], ["attention={use: composite, prefill: torch, decode: torch}"],
+        ["speculator=ngram"], ["kvcache.num_blocks=70"],
+        [f"speculator={{use: draft, model: '{noisy}', max_draft: 2}}", "attention=torch"], ["speculator=none"])
+    reports = under_load(
+        engine, prompts, expected, lambda: [engine.built.exchange(sets)[0] for sets in changes])
+    assert all(report.parts for report in reports)
+    assert engine.seen["accepted"]
+    with pytest.raises(ConfigError, match="none was found|no checkpoint|there is no") as caught:
+        engine.built.exchange(["speculator={use: draft, model: /no/such/model}"])
+    assert caught.value.path.startswith("speculator")
+    assert engine.generate(prompts, TOKENS) == expected
+    assert engine.built.engine.health() is None
+    engine.assert_clean()
+
+
+def test_stages_exchange_and_hear_no_token_twice(run, tiny):
+    engine = run(tiny.config("chunked", "prefix", "ngram", 2, parallel=[{"use": "pipeline", "size": 2}]))
+    prompts = tiny.prompts()
+    expected = engine.generate(prompts, TOKENS)
+    changes = (["kvcache=radix"], ["attention={use: composite, prefill: torch, decode: torch}"], ["speculator=none"],
+               ["kvcache=contiguous", "kvcache.num_blocks=129"], ["speculator=ngram", "kvcache=prefix"])
+    reports = under_load(
+        engine, prompts, expected, lambda: [engine.built.exchange(sets)[0] for sets in changes])
+    assert all(report.parts for report in reports)
+    with pytest.raises(ConfigError, match="stages"):
+        engine.built.exchange(["speculator={use: draft, model: nowhere}"])
+    assert engine.generate(prompts, TOKENS) == expected
+    engine.assert_clean()
