@@ -1,4 +1,4 @@
-"""An experiment from its file to its report."""
+"""An experiment from its plan to its report."""
 
 import contextlib
 import gc
@@ -12,10 +12,9 @@ from hotswap.core.engine.clock import SystemClock
 from hotswap.core.explain import redact
 from hotswap.lab.arms import started
 from hotswap.lab.environment import environment
-from hotswap.lab.experiment import Experiment
 from hotswap.lab.journal import FILE, Journal
 from hotswap.lab.metrics import spec_of
-from hotswap.lab.plan import Plan, make_plan
+from hotswap.lab.plan import Plan
 from hotswap.lab.records import Result
 from hotswap.lab.report import render_table, write_report
 from hotswap.lab.run import Arm, Measured, Run
@@ -24,10 +23,9 @@ from hotswap.lab.statistics import Monitor
 BAR = "{desc:24.24} {percentage:3.0f}%|{bar}| {remaining} left"
 
 
-def conduct(experiment: Experiment, say: Callable[[str], None], *, progress: bool = True) -> Result:
-    """Plan, start, measure, judge, report. ConfigError before anything is loaded for whatever cannot work."""
-    plan = make_plan(experiment, progress=progress)
-    now = SystemClock().now
+def conduct(plan: Plan, say: Callable[[str], None], *, progress: bool = True) -> Result:
+    """Start, measure, judge, report. ConfigError or HotswapError where an arm does not start."""
+    experiment, now = plan.experiment, SystemClock().now
     told, machine = description(plan), environment()
     folder = None if experiment.out is None else Path(experiment.out)
     specs = [spec_of(name) for name in experiment.metrics]

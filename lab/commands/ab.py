@@ -12,9 +12,11 @@ import yaml
 from hotswap.core.config.files import read_file
 from hotswap.core.errors import ConfigError, HotswapError
 from hotswap.core.explain import redact
+from hotswap.lab.commands.assignments import assignments
 from hotswap.server.commands.options import log_to_stderr
 
 if TYPE_CHECKING:
+    from hotswap.lab.plan import Plan
     from hotswap.lab.records import Result
 
 OVERVIEW = "overview.md"
@@ -51,12 +53,16 @@ def command(
     files = sorted(source.glob("*.yaml")) if source.is_dir() else [source]
     if not files:
         raise ConfigError(f"there is no experiment (*.yaml) in {source}")
-    results: dict[str, Result] = {}
+    plans = {}
     for file in files:
         folder = out / file.stem if out is not None and source.is_dir() else out
         values = short(file, arms, urls) if arms or urls else read_file(file)
         given = {**values, **changes, **({} if folder is None else {"out": str(folder)})}
-        results[str(given.get("name", file.stem))] = _run(given, file.parent)
+        name = str(given.get("name") or file.stem)
+        if name in plans:
+            raise ConfigError(f"{file}: another experiment of the folder is called {name!r}, too", "name")
+        plans[name] = _plan(given, file, len(files) > 1)
+    results = {name: _run(plan) for name, plan in plans.items()}
     if source.is_dir():
         _tell_all(results, out)
     if any(result.partial for result in results.values()):
@@ -71,16 +77,9 @@ def needs_extra() -> None:
 
 def short(base: Path, arms: tuple[str, ...], urls: tuple[str, ...] = ()) -> dict[str, Any]:
     """An experiment that needs no file."""
-    named: dict[str, dict[str, Any]] = {}
-    for text in arms:
-        changes = {}
-        for change in shlex.split(text):
-            key, equals, value = change.partition("=")
-            if not equals:
-                raise ConfigError(f"{change!r} should be KEY=VALUE, such as scheduler=continuous", "--arm")
-            changes[key] = yaml.safe_load(value)
-        named["+".join(shlex.split(text)).replace("/", ":")] = changes
-    named |= {_host(url): {"url": url, "token_ids": True} for url in urls}
+    named: dict[str, dict[str, Any]] = {
+        "+".join(shlex.split(text)).replace("/", ":"): assignments("--arm", shlex.split(text)) for text in arms}
+    named |= {_host(url): {"url": url} for url in urls}
     if len(named) < len(arms) + len(urls):
         raise ConfigError("an arm is given twice", "--arm")
     against = {"against": next(iter(named))} if len(named) > 1 else {}
@@ -91,14 +90,24 @@ def _host(url: str) -> str:
     return urlsplit(url).netloc or url
 
 
-def _run(given: dict[str, Any], folder: Path) -> "Result":
-    from hotswap.lab.conduct import conduct
+def _plan(given: dict[str, Any], file: Path, one_of_many: bool) -> "Plan":
+    """Of several experiments each is refused before the first is run."""
     from hotswap.lab.experiment import load_experiment
+    from hotswap.lab.plan import make_plan
 
-    experiment = load_experiment(given, folder)
-    click.echo(yaml.safe_dump(redact(given), sort_keys=False), err=True)
     try:
-        return conduct(experiment, click.echo)
+        plan = make_plan(load_experiment(given, file.parent))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error if one_of_many else error
+    click.echo(yaml.safe_dump(redact(given), sort_keys=False), err=True)
+    return plan
+
+
+def _run(plan: "Plan") -> "Result":
+    from hotswap.lab.conduct import conduct
+
+    try:
+        return conduct(plan, click.echo)
     except ConfigError:
         raise
     except HotswapError as error:  # an arm's server did not start

@@ -7,28 +7,27 @@ from typing import Any
 import click
 
 from hotswap.core.config import load_config
-from hotswap.core.config.files import ParseError, parse_yaml
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentRef
+from hotswap.lab.commands.assignments import ASSIGNMENT, assignments, read_key
 from hotswap.server.commands.options import log_to_stderr
-
-_ASSIGNMENT = "KEY=VALUE"
 
 
 @click.command("bench")
 @click.argument("config", metavar="[CONFIG]", required=False)
-@click.option("--set", "sets", multiple=True, metavar=_ASSIGNMENT, help="Set one value of CONFIG.")
+@click.option("--set", "sets", multiple=True, metavar=ASSIGNMENT, help="Set one value of CONFIG.")
 @click.option("--url", help="A server with OpenAI's routes. CONFIG, if given, then only names its model's tokenizer.")
 @click.option("--model", help="As the server calls it; by default none is named.")
+@click.option("--key-file", type=click.Path(path_type=Path, allow_dash=True), help="Its API key; - is stdin.")
 @click.option("--chat", is_flag=True, help="Send the prompts as text to /v1/chat/completions; needs CONFIG.")
 @click.option("--workload", default="synthetic", show_default=True, metavar="NAME", help="The workload component.")
-@click.option("--option", "options", multiple=True, metavar=_ASSIGNMENT, help="One of the workload's options.")
+@click.option("--option", "options", multiple=True, metavar=ASSIGNMENT, help="One of the workload's options.")
 @click.option("--requests", type=click.IntRange(min=1), default=64, show_default=True, help="How many.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="A window of time instead of a number.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests in flight: a closed loop. By default 8.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests a second: an open loop.")
 @click.option("--arrivals", type=click.Choice(["poisson", "constant", "bursty", "workload"]), help="Of an open loop.")
-@click.option("--sampling", multiple=True, metavar=_ASSIGNMENT, help="A field of every request. No other is sent.")
+@click.option("--sampling", multiple=True, metavar=ASSIGNMENT, help="A field of every request. No other is sent.")
 @click.option("--slo", "slos", multiple=True, metavar="LATENCY=TIME", help="As in ttft=500ms: for goodput.")
 @click.option("--warm-up", type=click.IntRange(min=0), default=4, show_default=True, help="Requests not counted.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the workload and the arrivals.")
@@ -70,35 +69,23 @@ def _bench(given: dict[str, Any]) -> Any:
 
     load, slo = load_part({
         "load": {key: given[key] for key in ("concurrency", "rate", "arrivals") if given[key] is not None},
-        "slo": _assignments("--slo", given["slos"], plain=True)})
+        "slo": assignments("--slo", given["slos"], as_text=True)})
     config = load_config(given["config"], given["sets"]) if given["config"] else None
-    sampling = _assignments("--sampling", given["sampling"])
+    sampling = assignments("--sampling", given["sampling"])
     endpoint = None
     if given["url"] is not None:
-        endpoint = Endpoint(given["url"], given["model"], sampling, chat=given["chat"])
+        key = None if given["key_file"] is None else read_key(given["key_file"])
+        endpoint = Endpoint(given["url"], given["model"], sampling, chat=given["chat"], api_key=key)
     elif config is None:
         raise click.UsageError("give CONFIG or --url.")
-    elif given["model"] or given["chat"]:
-        raise click.UsageError("--model and --chat are for servers, which --url names.")
+    elif given["model"] or given["chat"] or given["key_file"]:
+        raise click.UsageError("--model, --chat and --key-file are for servers, which --url names.")
     if given["chat"] and config is None:
         raise click.UsageError("--chat needs CONFIG, whose tokenizer makes text of tokens.")
-    workload = ComponentRef(use=given["workload"], **_assignments("--option", given["options"]))
+    workload = ComponentRef(use=given["workload"], **assignments("--option", given["options"]))
     return Bench(
         config, endpoint, workload, load, given["requests"], given["seconds"], sampling, slo, given["seed"],
         given["warm_up"])
-
-
-def _assignments(option: str, texts: tuple[str, ...], plain: bool = False) -> dict[str, Any]:
-    values = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise ConfigError(f"{text!r} should be {_ASSIGNMENT}", option)
-        try:
-            values[key] = value if plain else parse_yaml(value)
-        except ParseError as error:
-            raise ConfigError(f"{text!r}: the value is no YAML ({error})", option) from error
-    return values
 
 
 def _writable(output: Path) -> None:

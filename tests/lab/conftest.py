@@ -71,6 +71,7 @@ class Stub:
     def __init__(self) -> None:
         self.script: Callable[[Reply], None] = lambda reply: None
         self.bodies: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -80,6 +81,7 @@ class Stub:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
                 stub.bodies.append(body)
+                stub.keys.add(self.headers["Authorization"])
                 with contextlib.suppress(ConnectionError):
                     stub.script(Reply(self, body))
 

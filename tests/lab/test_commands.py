@@ -150,6 +150,35 @@ def test_bench_aims_at_any_server_and_tells_failures_by_their_status(stub):
     assert "sampled" not in result.output
 
 
+def test_a_servers_key_is_read_from_a_file_and_not_written_anywhere(stub, tmp_path):
+    def script(reply):
+        reply.begin()
+        reply.say(1)
+        return reply.end()
+
+    stub.script = script
+    (tmp_path / "key").write_text("s3cret\n")
+    output = tmp_path / "bench.json"
+    result = invoke(
+        "bench", "--url", stub.url, "--requests", 2, "--key-file", tmp_path / "key", "--output", output)
+    assert result.exit_code == 0, result.output
+    assert stub.keys == {"Bearer s3cret"}
+    assert "s3cret" not in output.read_text() + result.output
+
+
+def test_of_a_folder_each_file_is_checked_before_the_first_is_run(experiment, tmp_path, monkeypatch):
+    monkeypatch.setattr("hotswap.lab.conduct.conduct", lambda *args, **kwargs: pytest.fail("it was run"))
+    experiment()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    text = (tmp_path / "experiment.yaml").read_text().replace("config.yaml", "../config.yaml")
+    (folder / "a.yaml").write_text(text)
+    (folder / "b.yaml").write_text(text.replace("ttft", "ttfft"))
+    result = invoke("ab", folder)
+    assert result.exit_code == 2
+    assert "b.yaml: slo" in result.output
+
+
 def test_bench_says_so_where_no_request_is_answered(stub):
     stub.script = lambda reply: reply.refuse(500, "broken")
     result = invoke("bench", "--url", stub.url, "--requests", 8)

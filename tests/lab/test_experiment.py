@@ -146,6 +146,9 @@ def test_a_base_file_is_found_beside_the_experiment(config, tmp_path):
 @pytest.mark.parametrize("arguments, words", [
     (["ab", "nowhere.yaml"], "cannot read"),
     (["ab", "{config}", "--arm", "scheduler"], "should be KEY=VALUE"),
+    (["ab", "{config}", "--arm", "scheduler={{"], "the value is no YAML"),
+    (["bench", "{config}", "--key-file", "nowhere"], "are for servers, which --url names"),
+    (["bench", "--url", "http://127.0.0.1:1", "--key-file", "nowhere"], "--key-file: nowhere cannot be read"),
     (["ab", "{config}", "--arm", "schedular=static"], "Did you mean 'scheduler'?"),
     (["ab", "{config}", "--arm", "scheduler=static", "--arm", "scheduler=static"], "given twice"),
     (["ab", "{config}", "--arm", "model=other"], "serves other"),
