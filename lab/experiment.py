@@ -34,7 +34,7 @@ class BlockSection(Section):
     """A block is what an arm serves before the other one has its turn. Noise of a machine comes and goes over seconds
     and minutes: arms that take turns faster than that suffer it alike, and it cancels."""
 
-    seconds: Positive = 3.0
+    seconds: Positive = 1.0
     """As many requests as the slowest arm needs about so long for, found out while warming up."""
     requests: Count | None = None
     """A fixed number instead."""

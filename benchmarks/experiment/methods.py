@@ -1,6 +1,7 @@
 """Which statistic for paired blocks: their error rates, power and widths on the same made-up and recorded noise.
 
-    python benchmarks/experiment/methods.py [--experiments 1000] [--quads 40] [--recording FILE]
+    python benchmarks/experiment/methods.py [--experiments 300] [--quads 40] [--steps 100]
+                                               [--recording FILE]
 
 One metric, one look: the mean step time of a block. Each method gives a 95 % interval for the effect; it errs where
 that leaves out 0 though the arms are equal, or leaves out 3 % though that is what was planted, and finds where it
@@ -17,7 +18,6 @@ from scipy import stats
 
 from hotswap.lab.statistics import signed_rank
 
-STEPS = 100
 PLANTED = 0.03
 Interval = tuple[float, float]
 
@@ -62,18 +62,19 @@ METHODS: dict[str, Callable[[Floats, np.random.Generator], Interval]] = {
     "moving block bootstrap": block_bootstrap}
 
 
-def quads_of(source: Source, quads: int, random: np.random.Generator) -> Floats:
-    """Log ratios of equal arms, drawn ABBA or BAAB."""
+def quads_of(source: Source, quads: int, steps: int, random: np.random.Generator) -> Floats:
+    """Log ratios of equal arms, drawn ABBA or BAAB, in blocks of so many steps."""
     stream = source(random)
-    logs = np.log([stream(STEPS).mean() for _ in range(4 * quads)]).reshape(quads, 4)
+    logs = np.log([stream(steps).mean() for _ in range(4 * quads)]).reshape(quads, 4)
     abba = (logs[:, 1] + logs[:, 2] - logs[:, 0] - logs[:, 3]) / 2
     return np.asarray(abba * random.choice([-1.0, 1.0], quads))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
-    parser.add_argument("--experiments", type=int, default=1000)
+    parser.add_argument("--experiments", type=int, default=300)
     parser.add_argument("--quads", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=100, help="of a block")
     parser.add_argument("--recording", type=Path, help="of record_noise.py")
     arguments = parser.parse_args()
     sources = dict(SYNTHETIC)
@@ -84,7 +85,7 @@ def main() -> None:
     planted = float(np.log1p(PLANTED))
     for noise, source in sources.items():
         random = np.random.default_rng([7, *noise.encode()])
-        drawn = [quads_of(source, arguments.quads, random) for _ in range(arguments.experiments)]
+        drawn = [quads_of(source, arguments.quads, arguments.steps, random) for _ in range(arguments.experiments)]
         for method, interval in METHODS.items():
             equal = np.array([interval(quads, random) for quads in drawn])
             slowed = equal + planted  # every method moves with the data

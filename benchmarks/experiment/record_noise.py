@@ -34,7 +34,7 @@ CONFIG = HERE.parents[1] / "examples" / "quickstart.yaml"
 WORKLOAD = {"use": "synthetic", "prompt": 64, "output": 16}
 SAMPLING = {"temperature": 0.0, "ignore_eos": True}
 CONCURRENCY = 4
-BLOCK_S = 3.0
+BLOCK_S = 1.0
 
 
 class Steps(Observer):

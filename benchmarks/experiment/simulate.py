@@ -119,7 +119,7 @@ def arguments_of(description: str, experiments: int, out: str) -> argparse.Argum
     parser.add_argument("--experiments", type=int, default=experiments)
     parser.add_argument("--noise", default=",".join(["recorded", *SYNTHETIC]), help="which, with commas between")
     parser.add_argument("--minutes", type=float, default=10.0, help="planned length of an experiment")
-    parser.add_argument("--block-s", type=float, default=3.0, help="length of a block")
+    parser.add_argument("--block-s", type=float, default=1.0, help="length of a block")
     parser.add_argument("--settings", default="{}", help="of the statistics, as JSON")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

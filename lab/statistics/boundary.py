@@ -12,19 +12,29 @@ from numpy.typing import NDArray
 
 from hotswap.lab.statistics.signed_rank import Floats
 
+TOGETHER = 64
+"""Quads whose coins are multiplied at a time: bounds the memory of long experiments."""
+
 
 class Coins:
-    """Falls of the coins of one arm's quads: [flips, quads] of -1 and 1, the same however many quads are asked for."""
+    """Falls of the coins of one arm's quads, 1 or -1, the same for a quad however many there are."""
 
     def __init__(self, seed: int, arm: int, flips: int) -> None:
         self._seed, self._arm, self._flips = seed, arm, flips
-        self._columns: list[NDArray[np.float32]] = []
+        self._falls: list[NDArray[np.int8]] = []
 
-    def falls(self, quads: int) -> NDArray[np.float32]:
-        while len(self._columns) < quads:
-            generator = np.random.default_rng([self._seed, self._arm, len(self._columns)])
-            self._columns.append(generator.integers(0, 2, self._flips).astype(np.float32) * 2 - 1)
-        return np.stack(self._columns[:quads], axis=1) if quads else np.zeros((self._flips, 0), np.float32)
+    def sums(self, signed: Floats) -> Floats:
+        """Of signed ranks [quads, metrics] under each fall: [flips, metrics]. Exact, since ranks are half integers:
+        what is a tie stays one."""
+        quads, metrics = signed.shape
+        for quad in range(len(self._falls), quads):
+            generator = np.random.default_rng([self._seed, self._arm, quad])
+            self._falls.append(generator.integers(0, 2, self._flips, dtype=np.int8) * np.int8(2) - np.int8(1))
+        total = np.zeros((self._flips, metrics))
+        for first in range(0, quads, TOGETHER):
+            falls = np.stack(self._falls[first:min(quads, first + TOGETHER)], axis=1).astype(np.float32)
+            total += falls @ signed[first:first + TOGETHER].astype(np.float32)
+        return total
 
 
 class Boundary:

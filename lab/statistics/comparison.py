@@ -81,10 +81,10 @@ class SequentialTest:
         for column in columns:
             for signed in (signed_rank.scores(column), signed_rank.untied(column, self._settings.seed)):
                 if signed is not None:
-                    ranked.append(signed.astype(np.float32))
+                    ranked.append(signed)
                     scales.append(signed_rank.scale(_present(column)))
-        sums = self._coins[arm].falls(len(columns[0])) @ np.stack(ranked, axis=1)  # of half integers: ties are ties
-        return np.asarray((np.abs(sums.astype(np.float64)) / np.array(scales)).max(axis=1))
+        sums = self._coins[arm].sums(np.stack(ranked, axis=1))
+        return np.asarray((np.abs(sums) / np.array(scales)).max(axis=1))
 
     def _finding(self, arm: str, metric: MetricSpec, column: Floats, critical: float) -> Finding:
         margin = self._margin(arm, metric)

@@ -46,4 +46,5 @@ class Settings(Section):
 
     @property
     def alpha(self) -> float:
-        return 1 - self.confidence
+        """The error of all statements together: 0.05, and not what binary fractions make of 1 - 0.95."""
+        return round(1 - self.confidence, 12)

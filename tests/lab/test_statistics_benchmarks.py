@@ -77,7 +77,7 @@ def test_simulated_experiments_find_what_is_there_and_nothing_else(slowdown, fou
 def test_methods_err_as_often_as_they_claim_where_noise_is_tame():
     methods, noise = importlib.import_module("methods"), importlib.import_module("noise")
     random = np.random.default_rng(3)
-    drawn = [methods.quads_of(noise.drift, 20, random) for _ in range(60)]
+    drawn = [methods.quads_of(noise.drift, 20, 100, random) for _ in range(60)]
     for name in ("Student's t", "signed ranks", "20 % trimmed mean", "sign test"):
         intervals = [methods.METHODS[name](quads, random) for quads in drawn]
         assert sum(low > 0 or high < 0 for low, high in intervals) <= 8
