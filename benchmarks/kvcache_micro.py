@@ -1,6 +1,6 @@
 """Microseconds per call of a KV manager's hot operations, at several pool sizes.
 
-Usage: ``python benchmarks/kvcache_micro.py [prefix|paged]``
+Usage: ``python benchmarks/kvcache_micro.py [prefix|radix|paged]``
 """
 
 import sys
@@ -11,6 +11,7 @@ from time import perf_counter
 from hotswap.core.interfaces.kvcache import CacheConstraints, CacheKey, CacheSpec, KVCacheManager, Match
 from hotswap.plugins.kvcache.paged import PagedKVCache
 from hotswap.plugins.kvcache.prefix import PrefixKVCache
+from hotswap.plugins.kvcache.radix import RadixKVCache
 
 RUNNING = 256
 PROMPT = 8192
@@ -83,7 +84,8 @@ def measure(make: Callable[[], KVCacheManager], num_pages: int) -> dict[str, flo
 
 
 def main() -> None:
-    make: type[KVCacheManager] = {"prefix": PrefixKVCache, "paged": PagedKVCache}[(sys.argv[1:] or ["prefix"])[0]]
+    managers: dict[str, type[KVCacheManager]] = {"prefix": PrefixKVCache, "radix": RadixKVCache, "paged": PagedKVCache}
+    make = managers[(sys.argv[1:] or ["prefix"])[0]]
     sizes = [10_000, 100_000, 1_000_000]
     columns = [measure(make, size) for size in sizes]
     print(f"{'us per call':40s}" + "".join(f"{size:>12,d}" for size in sizes) + "  pages")

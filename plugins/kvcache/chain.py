@@ -1,10 +1,10 @@
 """Chains of page keys (``core/interfaces/page_keys.py``): one request's full pages, each hashed once."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from hotswap.core.interfaces.kvcache import CacheKey
 from hotswap.core.interfaces.page_keys import TOKEN_BYTES, key_digest, pack
+from hotswap.plugins.kvcache.probes import Probes
 
 Digest = Callable[[bytes, bytes], bytes]
 
@@ -89,27 +89,18 @@ class Chain:
 
 
 class ChainCache:
-    """Chains of requests that wait, so that one that is probed in every plan is hashed once. Bounded.
-
-    A list is recognised by identity; since it may have changed, the tokens that were hashed are compared.
-    """
+    """Chains of requests that wait, so that one that is probed in every plan is hashed once. Bounded."""
 
     def __init__(self, size: int, page_size: int, digest: Digest) -> None:
-        self._size = size
         self._page_size = page_size
         self._digest = digest
-        self._chains: OrderedDict[int, tuple[Sequence[int], Chain]] = OrderedDict()
+        self._chains: Probes[Chain] = Probes(size)
 
     def get(self, tokens: Sequence[int], key: CacheKey) -> Chain:
-        source, chain = self._chains.get(id(tokens), (None, None))
-        if chain is not None and source is tokens and chain.key == key and chain.holds(tokens):
-            self._chains.move_to_end(id(tokens))
-            chain.tokens[:] = tokens
-            return chain
-        chain = Chain(list(tokens), key, self._page_size, self._digest)
-        self._chains[id(tokens)] = tokens, chain  # holding the list keeps its id from being used again
-        if len(self._chains) > self._size:
-            self._chains.popitem(last=False)
+        chain = self._chains.get(
+            tokens, lambda chain: chain.key == key and chain.holds(tokens),
+            lambda: Chain(list(tokens), key, self._page_size, self._digest))
+        chain.tokens[:] = tokens  # it may have grown
         return chain
 
     def clear(self) -> None:

@@ -17,11 +17,9 @@ from hotswap.core.interfaces.kvcache import (
 from hotswap.core.interfaces.page_keys import pack, page_digest, unpack
 from hotswap.plugins.kvcache.chain import Chain, ChainCache, Node
 from hotswap.plugins.kvcache.index import IndexedPool
+from hotswap.plugins.kvcache.probes import WAITING
 from hotswap.plugins.kvcache.reuse import ReusingKVCache
 from hotswap.plugins.kvcache.tables import NEVER, Table
-
-WAITING = 128
-"""Chains kept of requests that wait, at least: orders by cached prefix ask for many of them in every plan."""
 
 
 class Hit(NamedTuple):

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hotswap.core.errors import KVInvariantError
-from hotswap.core.interfaces.kvcache import CachedPage, CacheKey, CachePlan, CacheSpec, KVState, Match
+from hotswap.core.interfaces.kvcache import CacheConstraints, CachedPage, CacheKey, CachePlan, CacheSpec, KVState, Match
 from hotswap.core.interfaces.page_keys import key_digest, pack, page_digest, unpack
+from hotswap.plugins.kvcache.probes import WAITING, Packed, Probes
 from hotswap.plugins.kvcache.reuse import ReusingKVCache
 from hotswap.plugins.kvcache.tables import NEVER, Table
 from hotswap.plugins.kvcache.trie import NO_PAGE, Place, Trie, TriePool
@@ -42,6 +43,10 @@ class RadixKVCache(ReusingKVCache[TriePool]):
     index with it, and their holders publish them again when they grow.
     """
 
+    def configure(self, specs: Sequence[CacheSpec], num_bytes: int, constraints: CacheConstraints) -> CachePlan:
+        self._probes: Probes[Packed] = Probes(constraints.max_running + WAITING)
+        return super().configure(specs, num_bytes, constraints)
+
     def _adopt_plan(self, plan: CachePlan, specs: Sequence[CacheSpec]) -> None:
         self._trie = Trie(next(iter(plan.groups.values())).page_size)
         self._whole = {spec.group for spec in specs if spec.window is None}
@@ -54,14 +59,20 @@ class RadixKVCache(ReusingKVCache[TriePool]):
 
     def match(self, tokens: Sequence[int], key: CacheKey, limit: int, tail: int = 0) -> Match:
         most = min(limit, len(tokens)) // self._page_size
-        found = self._trie.find(key_digest(key), tokens, most) if most > 0 else [[]]
+        if most <= 0:
+            return Match(0, 0)
+        packed = self._probes.get(tokens, lambda packed: packed.tokens == tokens, lambda: self._packed(list(tokens)))
+        found = self._trie.find(key_digest(key), packed, most)
         pages = self._fit_windows(found, max(0, len(found[0]) * self._page_size - tail) // self._page_size)
         if not pages:
             return Match(0, 0)
         cached = pages * self._page_size
         hit = tuple(own[first:pages] for own, first in zip(found, self._first_pages(cached), strict=True))
         places = tuple([pool.nodes[page] for page in own] for pool, own in zip(self._indexes, hit, strict=True))
-        return Match(cached, 0, Hit(list(tokens), key, hit, places, self._removals()))
+        return Match(cached, 0, Hit(packed.tokens, key, hit, places, self._removals()))
+
+    def _packed(self, tokens: list[int]) -> Packed:
+        return Packed(tokens, self._page_size)
 
     def _fit_windows(self, found: Sequence[Sequence[int]], pages: int) -> int:
         """The longest prefix of at most ``pages`` pages whose window lies in every group that has one."""
@@ -110,7 +121,7 @@ class RadixKVCache(ReusingKVCache[TriePool]):
         window, also those pages that have left it: nobody can say that they are sound."""
         if table.published == NEVER:
             return
-        found = self._trie.find(table.chain.root, table.tokens, table.published)
+        found = self._trie.find(table.chain.root, self._packed(table.tokens), table.published)
         for number in sorted(range(len(found)), key=lambda number: self._indexes[number].whole):
             pool, first, pages = self._indexes[number], table.first[number], table.pages[number]
             for index in range(table.inherited, len(found[number])):
@@ -125,6 +136,7 @@ class RadixKVCache(ReusingKVCache[TriePool]):
             for page in list(pool.nodes):
                 pool.leave(page)
         self._trie.roots.clear()
+        self._probes.clear()
         return sum(pool.empty for pool in self._indexes) - before
 
     # ------------------------------------------------------------------ fork, hand-over, check
@@ -175,7 +187,7 @@ class RadixKVCache(ReusingKVCache[TriePool]):
         """A leaf of the predecessor's and all before it, as far as every whole group has their pages. ``begins``: it
         is the beginning of a sequence; else what stands before it was not handed over, and nobody can find it."""
         tokens = [token for piece, _ in path for token in piece]
-        there = len(self._trie.find(root, tokens, len(path))[0])  # from another leaf's path
+        there = len(self._trie.find(root, self._packed(tokens), len(path))[0])  # from another leaf's path
         own: list[list[int]] = [[] for _ in self._indexes]
         count = 0
         for count, (_, pages) in enumerate(path, 1):
@@ -195,7 +207,7 @@ class RadixKVCache(ReusingKVCache[TriePool]):
         self._trie.check()
         size = self._page_size
         for request_id, table in self._tables.items():
-            found = self._trie.find(table.chain.root, table.tokens, table.verified // size)
+            found = self._trie.find(table.chain.root, self._packed(table.tokens), table.verified // size)
             for pool, first, pages, there in zip(self._indexes, table.first, table.pages, found, strict=True):
                 for index, page in enumerate(pages, first):
                     if page in pool.nodes and (index >= len(there) or there[index] != page):

@@ -7,6 +7,7 @@ from hotswap.core.errors import KVInvariantError
 from hotswap.core.interfaces.kvcache import EvictionPolicy
 from hotswap.core.interfaces.page_keys import TOKEN_BYTES, pack, page_digest
 from hotswap.plugins.kvcache.index import CachingPool
+from hotswap.plugins.kvcache.probes import Packed
 
 NO_PAGE = 0
 """The dummy page's id stands for a page that a group with a window has lost."""
@@ -93,15 +94,15 @@ class Trie:
 
     # ------------------------------------------------------------------ look
 
-    def find(self, root: bytes, tokens: Sequence[int], most: int) -> list[list[int]]:
+    def find(self, root: bytes, tokens: Packed, most: int) -> list[list[int]]:
         """The page ids, per group, of the longest known beginning of ``tokens``, at most ``most`` pages."""
         found: list[list[int]] = [[] for _ in self.pools]
         edge, depth = self.roots.get(root), 0
         while edge is not None and depth < most:
-            edge = edge.children.get(self._pack(tokens, depth, depth + 1))
+            edge = edge.children.get(tokens.pages(depth, depth + 1))
             if edge is None:
                 break
-            count = self._common(edge, tokens, depth, most)
+            count = self._common(edge, depth, tokens.pages(depth, min(edge.end, most)))
             for out, pages in zip(found, edge.pages, strict=True):
                 out += pages[:count]
             depth += count
@@ -171,7 +172,7 @@ class Trie:
                 if child is None:
                     break
                 edge = child
-            count = self._common(edge, tokens, depth, upto)
+            count = self._common(edge, depth, self._pack(tokens, depth, min(edge.end, upto)))
             self._offer(edge, range(depth, depth + count), first, own, taken)
             depth += count
             if depth < edge.end:
@@ -338,11 +339,10 @@ class Trie:
     def _pack(self, tokens: Sequence[int], begin: int, end: int) -> bytes:
         return pack(tokens[begin * self.page_size:end * self.page_size])
 
-    def _common(self, edge: Edge, tokens: Sequence[int], depth: int, most: int) -> int:
-        """How many pages from ``depth``, a place of ``edge``, on have the same tokens; below ``most``."""
-        end = min(edge.end, most)
+    def _common(self, edge: Edge, depth: int, wanted: bytes) -> int:
+        """How many pages from ``depth``, a place of ``edge``, on are those of ``wanted``, which does not go beyond."""
         begin, width = (depth - edge.start) * self.width, self.width
-        wanted, there = self._pack(tokens, depth, end), edge.tokens[begin:begin + (end - depth) * width]
+        there = edge.tokens[begin:begin + len(wanted)]
         if wanted == there:
-            return end - depth
+            return len(wanted) // width
         return next(i // width for i in range(0, len(wanted), width) if wanted[i:i + width] != there[i:i + width])

@@ -7,8 +7,9 @@ import pytest
 
 from hotswap.core.errors import KVInvariantError
 from hotswap.core.interfaces.kvcache import CacheKey, Grant, KVCacheManager
-from hotswap.core.interfaces.page_keys import key_digest
+from hotswap.core.interfaces.page_keys import key_digest, pack
 from hotswap.core.testing.kvcache_harness import KEY, LONGEST, PAGE, Harness, prompt
+from hotswap.plugins.kvcache import probes
 from hotswap.plugins.kvcache.eviction import (
     FirstInFirstOut,
     LeastFrequentlyUsed,
@@ -54,6 +55,27 @@ def test_a_sequence_that_grows_lengthens_its_edge() -> None:
     assert shape(kv) == [(0, 15, 0)]
     assert h.match(prompt(1, 64)).cached == 60
     kv.check()
+
+
+def test_who_is_probed_again_is_not_packed_again_and_a_change_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    monkeypatch.setattr(probes, "pack", lambda tokens: packed.append(len(tokens)) or pack(tokens))
+    kv = RadixKVCache()
+    h = harness(kv, usable=40, max_model_len=64)
+    h.run("a", prompt(1, 40))
+    waits = prompt(1, 40)
+    limit = len(waits)
+    assert [kv.match(waits, KEY, limit).cached for _ in range(5)] == [40] * 5
+    assert sum(packed) == 40, "each token once"
+    assert kv.match(waits, CacheKey(salt="other"), limit).cached == 0
+    waits[PAGE] = 7  # as a list of tokens never does
+    assert kv.match(waits, KEY, limit).cached == PAGE
+    waits[PAGE:] = prompt(1, 40)[PAGE:] + [3]
+    assert kv.match(waits, KEY, limit).cached == 40
+    monkeypatch.undo()
+    for number in range(1000):
+        kv.match(prompt(number, 40), KEY, limit)
+    assert len(kv._probes._made) == 16 + probes.WAITING, "no more than may run, and some that wait"
 
 
 def test_a_split_below_a_request_that_runs_does_not_lose_its_place() -> None:
