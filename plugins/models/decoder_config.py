@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.modeling.config_values import positive
 from hotswap.core.modeling.rope import RopeConfig
 
 
@@ -84,16 +85,16 @@ class ExpertsConfig:
         stated = {config[key] for key in ("num_local_experts", "num_experts") if config.get(key) is not None}
         if len(stated) > 1:
             raise ConfigError(f"num_local_experts and num_experts differ: {sorted(stated)}", "num_experts")
-        count = _positive({"num_experts": next(iter(stated), family.default_count)}, "num_experts")
-        top_k = _positive(config, "num_experts_per_tok", family.default_top_k)
+        count = positive({"num_experts": next(iter(stated), family.default_count)}, "num_experts")
+        top_k = positive(config, "num_experts_per_tok", family.default_top_k)
         if top_k > count:
             raise ConfigError(f"{top_k} experts a token were asked of {count}", "num_experts_per_tok")
         normalised = family.normalised if family.normalised is not None else bool(config.get("norm_topk_prob", False))
         layers = list(range(num_layers))
         if family.some_layers:
-            step, dense = _positive(config, "decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+            step, dense = positive(config, "decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
             layers = [i for i in layers if (i + 1) % step == 0 and i not in dense]
-        return cls(family, count, top_k, _positive(config, family.size_key), normalised, frozenset(layers))
+        return cls(family, count, top_k, positive(config, family.size_key), normalised, frozenset(layers))
 
 
 @dataclass(frozen=True)
@@ -158,21 +159,21 @@ class DecoderConfig:
                 raise ConfigError(f"{name} with {key}={config[key]!r} is not supported", key)
         if config.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"activation {config['hidden_act']!r} is not supported, expected 'silu'", "hidden_act")
-        heads, hidden_size = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
-        head_dim = _positive(config, "head_dim", family.default_head_dim or hidden_size // heads)
-        kv_heads = _positive(config, "num_key_value_heads", family.default_kv_heads or heads)
+        heads, hidden_size = positive(config, "num_attention_heads"), positive(config, "hidden_size")
+        head_dim = positive(config, "head_dim", family.default_head_dim or hidden_size // heads)
+        kv_heads = positive(config, "num_key_value_heads", family.default_kv_heads or heads)
         if heads % kv_heads:
             raise ConfigError(
                 f"{heads} query heads cannot share {kv_heads} key-value heads evenly", "num_key_value_heads")
         if head_dim % 2:
             raise ConfigError(f"head size {head_dim} is odd, rotary embedding needs an even one", "head_dim")
-        max_position = _positive(config, "max_position_embeddings", family.default_max_position)
+        max_position = positive(config, "max_position_embeddings", family.default_max_position)
         rope = RopeConfig.from_hf(config, head_dim, max_position)
-        num_layers = _positive(config, "num_hidden_layers")
+        num_layers = positive(config, "num_hidden_layers")
         attention_bias = bool(config.get("attention_bias", False))
         return cls(
-            architecture=name, vocab_size=_positive(config, "vocab_size"), hidden_size=hidden_size,
-            mlp_size=_positive(config, "intermediate_size"), num_layers=num_layers, heads=heads, kv_heads=kv_heads,
+            architecture=name, vocab_size=positive(config, "vocab_size"), hidden_size=hidden_size,
+            mlp_size=positive(config, "intermediate_size"), num_layers=num_layers, heads=heads, kv_heads=kv_heads,
             head_dim=head_dim, norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             out_bias=attention_bias and family.qkv_bias is None,
@@ -183,19 +184,11 @@ class DecoderConfig:
         )
 
 
-def _positive(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key} is {value!r}, expected a positive integer", key)
-    return value
-
-
 def _windows(config: dict[str, Any], family: Family, num_layers: int, context: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window", family.default_window)
     if family.windows == "none" or window is None:
         return (None,) * num_layers
-    window = _positive(config, "sliding_window", window)
+    window = positive(config, "sliding_window", window)
     if window >= context:  # it never hides anything
         return (None,) * num_layers
     if family.windows == "all":

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 
-from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.model import Attend, Model
 from hotswap.core.interfaces.speculator import (
     Drafts,
@@ -22,7 +20,7 @@ from hotswap.core.interfaces.speculator import (
 )
 from hotswap.core.modeling.mesh import LOCAL_MESH
 from hotswap.plugins.speculators.chains import draft_chains
-from hotswap.plugins.speculators.opening import check_context, check_vocabulary, open_own
+from hotswap.plugins.speculators.opening import OwnModelOptions, check_context, check_vocabulary, open_own
 
 
 class DraftModelSpeculator(Speculator):
@@ -35,13 +33,7 @@ class DraftModelSpeculator(Speculator):
     are too few to keep the device busy.
     """
 
-    class Options(ComponentOptions):
-        model: str
-        """The draft model: a directory, a .gguf file, a catalogue name or a hub id."""
-        revision: str | None = None
-        """Of a hub id."""
-        max_draft: Annotated[int, Field(ge=1)] = 4
-        """Most tokens proposed a step."""
+    class Options(OwnModelOptions):
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
         """Of the draft model's weights; its cache has the target's dtype. auto: the target's, too."""
 

@@ -1,14 +1,12 @@
 """Drafting with the target's own hidden states: EAGLE-1 and EAGLE-3 (Li et al., 2024 and 2025)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CacheSpec
 from hotswap.core.interfaces.model import Attend
 from hotswap.core.interfaces.speculator import (
@@ -23,7 +21,7 @@ from hotswap.core.interfaces.speculator import (
 )
 from hotswap.plugins.speculators.chains import draft_chains
 from hotswap.plugins.speculators.eagle_head import EagleHead, HeadConfig
-from hotswap.plugins.speculators.opening import OPTION, check_context, check_vocabulary, open_own
+from hotswap.plugins.speculators.opening import OPTION, OwnModelOptions, check_context, check_vocabulary, open_own
 
 GROUP = "eagle"
 
@@ -38,13 +36,7 @@ class EagleSpeculator(Speculator):
     the same cost, and knows nothing of any other model.
     """
 
-    class Options(ComponentOptions):
-        model: str
-        """The head: a directory or a hub id."""
-        revision: str | None = None
-        """Of a hub id."""
-        max_draft: Annotated[int, Field(ge=1)] = 4
-        """Most tokens proposed a step."""
+    class Options(OwnModelOptions):
         layers: list[int] | None = None
         """EAGLE-3: the target's layers whose outputs are fused, from 0 on, -1 for the embedding; else as the head's
         config says."""

@@ -12,6 +12,7 @@ from torch.nn import functional
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.attention import GroupShape
 from hotswap.core.interfaces.model import Attend
+from hotswap.core.modeling.config_values import positive
 from hotswap.core.modeling.layers import Axis, ColumnLinear, RMSNorm, RowLinear
 from hotswap.core.modeling.mesh import LOCAL_MESH
 from hotswap.core.modeling.rope import RopeConfig, RotaryEmbedding, rotate
@@ -55,23 +56,23 @@ class HeadConfig:
     def from_hf(cls, config: dict[str, Any], layers: list[int] | None, num_layers: int) -> "HeadConfig":
         """``num_layers``: the target's. ``layers``: those whose outputs are fused, in place of what ``config`` says.
         ConfigError names the key that is missing or wrong."""
-        heads, hidden_size = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
-        head_dim = _positive(config, "head_dim", hidden_size // heads)
+        heads, hidden_size = positive(config, "num_attention_heads"), positive(config, "hidden_size")
+        head_dim = positive(config, "head_dim", hidden_size // heads)
         third = "draft_vocab_size" in config or str((config.get("architectures") or [""])[0]).endswith("Eagle3")
-        vocab_size = _positive(config, "vocab_size")
-        count = _positive(config, "num_hidden_layers", 1)
+        vocab_size = positive(config, "vocab_size")
+        count = positive(config, "num_hidden_layers", 1)
         if third and count != 1:
             raise ConfigError(f"an EAGLE-3 head has one layer, this one {count}", "num_hidden_layers")
         if config.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"activation {config['hidden_act']!r} is not supported, expected 'silu'", "hidden_act")
         return cls(
-            hidden_size=hidden_size, mlp_size=_positive(config, "intermediate_size"), num_layers=count, heads=heads,
-            kv_heads=_positive(config, "num_key_value_heads", heads), head_dim=head_dim,
+            hidden_size=hidden_size, mlp_size=positive(config, "intermediate_size"), num_layers=count, heads=heads,
+            kv_heads=positive(config, "num_key_value_heads", heads), head_dim=head_dim,
             norm_eps=float(config.get("rms_norm_eps", 1e-6)), vocab_size=vocab_size,
-            draft_vocab_size=_positive(config, "draft_vocab_size", vocab_size) if third else None,
+            draft_vocab_size=positive(config, "draft_vocab_size", vocab_size) if third else None,
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             taps=fused_taps(config, layers, num_layers) if third else ("final",),
-            rope=RopeConfig.from_hf(config, head_dim, _positive(config, "max_position_embeddings", 2048)))
+            rope=RopeConfig.from_hf(config, head_dim, positive(config, "max_position_embeddings", 2048)))
 
 
 def fused_taps(config: dict[str, Any], layers: list[int] | None, num_layers: int) -> tuple[str, ...]:
@@ -92,14 +93,6 @@ def fused_taps(config: dict[str, Any], layers: list[int] | None, num_layers: int
             f"{num_layers - 1}, of the target's {num_layers}; set speculator.layers to those it was trained with",
             "speculator.layers")
     return tuple("embedding" if layer < 0 else f"layer:{layer}" for layer in layers)
-
-
-def _positive(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key} is {value!r}, expected a positive integer", key)
-    return value
 
 
 class EagleHead:

@@ -1,10 +1,26 @@
 """Opening a speculator's own checkpoint, and whether it belongs to the target."""
 
+from typing import Annotated
+
+from pydantic import Field
+
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.speculator import SpeculatorServices
 from hotswap.core.modeling.checkpoint import Checkpoint, open_checkpoint
 
 OPTION = "speculator.model"
+
+
+class OwnModelOptions(ComponentOptions):
+    """Of a speculator with a checkpoint of its own."""
+
+    model: str
+    """The draft model or head: a directory or a hub id; a draft model may also be a .gguf file or a catalogue name."""
+    revision: str | None = None
+    """Of a hub id."""
+    max_draft: Annotated[int, Field(ge=1)] = 4
+    """Most tokens proposed a step."""
 
 
 def open_own(source: str, revision: str | None) -> Checkpoint:

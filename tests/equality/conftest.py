@@ -391,6 +391,26 @@ def book() -> Iterator[TieBook]:
     ties.check()
 
 
+@pytest.fixture
+def thrice(book: TieBook) -> Callable[..., Any]:
+    """``thrice(engine, model, max_tokens, depth)``: each of the model's prompts cold, warm, and with requests that are
+    given up, held against the reference; then nothing is held, and so many steps were in flight. Returns what was
+    seen."""
+
+    def run(engine: Any, model: Tiny, max_tokens: int, depth: int) -> Counter[str]:
+        prompts = model.prompts()
+        for abort in ({}, {}, {1: 3, 4: 3}):
+            for prompt, output in zip(prompts, engine.generate(prompts, max_tokens, abort), strict=True):
+                book.compare(model.reference, prompt, output)
+        engine.assert_clean()
+        assert engine.built.engine.loop.max_depth_seen == depth
+        assert engine.seen["abort"] == 2
+        seen: Counter[str] = engine.seen
+        return seen
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def tiny(tiny_of: Callable[..., Tiny]) -> Tiny:
     return tiny_of("Llama")

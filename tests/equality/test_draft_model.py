@@ -29,19 +29,12 @@ def acceptance(seen: Any) -> float:
     ("chunked", "prefix", 2),
 ])
 def test_a_draft_model_changes_no_token(
-    run: Any, book: Any, tiny: Any, noisy: Path, scheduler: str, kv: str, depth: int,
+    run: Any, thrice: Any, tiny: Any, noisy: Path, scheduler: str, kv: str, depth: int,
 ) -> None:
     chunks: dict[str, Any] = {"max_chunk": 7} if scheduler == "chunked" else {}
     speculator = {"use": "draft", "model": str(noisy), "max_draft": 3}
     engine = run(tiny.config({"use": scheduler, **chunks}, kv, speculator, depth))
-    prompts = tiny.prompts()
-    for abort in ({}, {}, {1: 3, 4: 3}):  # cold, warm, with requests that are given up
-        for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS, abort), strict=True):
-            book.compare(tiny.reference, prompt, output)
-    engine.assert_clean()
-    seen = engine.seen
-    assert engine.built.engine.loop.max_depth_seen == depth
-    assert seen["abort"] == 2
+    seen = thrice(engine, tiny, MAX_TOKENS, depth)
     assert 0.2 < acceptance(seen) < 0.8, dict(seen)
     assert bool(seen["cached tokens"]) is (kv == "prefix")
     report = engine.built.engine.loads().extra["speculation"]

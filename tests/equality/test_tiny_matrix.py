@@ -37,25 +37,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_every_combination_gives_the_tokens_of_transformers(
-    run: Any, book: Any, tiny: Any, combination: tuple[str, str, dict[str, Any], int],
+    run: Any, thrice: Any, book: Any, tiny: Any, combination: tuple[str, str, dict[str, Any], int],
 ) -> None:
     scheduler, kv, speculator, depth = combination
     engine = run(tiny.config(scheduler, kv, speculator, depth))
-    prompts = tiny.prompts()
-    for abort in ({}, {}, {1: 3, 4: 3}):  # cold, warm, with requests that are given up
-        for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS, abort), strict=True):
-            book.compare(tiny.reference, prompt, output)
-    engine.assert_clean()
-    seen = engine.seen
-    assert engine.built.engine.loop.max_depth_seen == depth
-    assert seen["abort"] == 2
+    seen = thrice(engine, tiny, MAX_TOKENS, depth)
     if scheduler in ("static", "chunked"):
         assert seen["cut prompts"], "the prompts should be more than a step holds"
     assert bool(seen["cached tokens"]) is (kv in ("prefix", "radix"))
     assert bool(seen["accepted"] and seen["rejected"]) is (speculator["use"] == "ngram")
     if kv != "contiguous":
         assert seen["preempted"], "the pool should be too small for all"
-    prompt = prompts[3]
+    prompt = tiny.prompts()[3]
     for answer in engine.answer(*(
         {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, "fork_of": engine.name(0) if i else None}
         for i in range(3)

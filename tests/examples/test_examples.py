@@ -1,5 +1,6 @@
 """Every config of ``examples/`` is started through the real server, and answers."""
 
+import importlib.util
 import os
 import re
 import signal
@@ -17,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "examples").glob("*.yaml"))
 FOR_CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.yaml"))
 FOR_GPUS = sorted((ROOT / "examples" / "gpu").glob("*.yaml"))
+NEEDS = {"disaggregated_nixl": ("nixl_cu12", "needs the extra nixl")}
+"""By example: a package, and why it is skipped without."""
 START_TIMEOUT_S, STOP_TIMEOUT_S = 120, 60
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
@@ -70,6 +73,9 @@ def address(process):
     ]) for config in FOR_GPUS),
 ], ids=lambda path: path.stem)
 def test_it_starts_answers_and_ends(serve, config):
+    package, why = NEEDS.get(config.stem, ("hotswap", ""))
+    if not importlib.util.find_spec(package):
+        pytest.skip(why)
     process, url = serve(config)
     question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12,
                 "temperature": 0, "model": "smollm2-135m-instruct"}
