@@ -1,6 +1,7 @@
 """Starts the arms of a plan: engines of this process that share their weights, or servers."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 
 from hotswap.core.config import ResolvedConfig, load_config
@@ -12,6 +13,8 @@ from hotswap.lab.targets.engine import EngineTarget
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
 from hotswap.lab.targets.server import ServerTarget
 from hotswap.lab.targets.target import Target
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -64,6 +67,8 @@ class _Shared:
         except BaseException:
             built.engine.stop()
             raise
+        if not built.facts.concurrent and self._kv_bytes is None and self._models.engines > 1:
+            logger.warning("engines cannot run this model at the same time: each arm loads its weights anew")
         self._kv_bytes = self._kv_bytes or target.kv_bytes()
         return target
 

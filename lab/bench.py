@@ -102,7 +102,8 @@ class Bench:
 
     def died(self, block: BlockRecord) -> bool:
         """Whether it ended before its time."""
-        return self.seconds is None and len(block.requests) < self.requests
+        cut_off = self.seconds is None and any(record.incomplete for record in block.requests)
+        return cut_off or self.seconds is None and len(block.requests) < self.requests
 
 
 class BenchError(HotswapError):

@@ -59,10 +59,12 @@ Load = OpenLoop | ClosedLoop
 
 @dataclass(frozen=True)
 class Stretch:
-    """What came of one stretch of load: a record for each request, and how long it took, in seconds."""
+    """What came of one stretch of load: a record for each request, and how long it took, in seconds. ``interrupted``:
+    by the user; what was under way then is incomplete."""
 
     records: tuple[RequestRecord, ...]
     wall: float
+    interrupted: bool = False
 
 
 def run_load(
@@ -108,13 +110,17 @@ class _Run:
 
     def run(self) -> Stretch:
         self._origin = self._now()
-        self._pull()
-        while (self._due or self._flying) and self._gone is None and (left := self._left()) > 0:
-            self._send_due()
-            self._wait(min(left, self._until_next(), LOOK_S))
+        interrupted = False
+        try:
+            self._pull()
+            while (self._due or self._flying) and self._gone is None and (left := self._left()) > 0:
+                self._send_due()
+                self._wait(min(left, self._until_next(), LOOK_S))
+        except KeyboardInterrupt:
+            interrupted = True
         wall = self._elapsed() if self._window is None else min(self._window, self._elapsed())
         cut = self._cut_off() if self._gone is None and (self._flying or self._due) else []
-        return Stretch(records_of([*self._done, *cut], wall), wall)
+        return Stretch(records_of([*self._done, *cut], wall), wall, interrupted)
 
     def _elapsed(self) -> float:
         return self._now() - self._origin

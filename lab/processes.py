@@ -1,6 +1,7 @@
 """What /proc tells of processes: their CPU time and memory, and how busy the rest of the machine is."""
 
 import os
+import resource
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -51,6 +52,13 @@ def cpu_of(roots: Iterable[int]) -> float:
     """CPU seconds that ``roots`` and their living descendants have used."""
     seen = processes()
     return sum(seen[pid].cpu for pid in family(roots, seen) if pid in seen)
+
+
+def cpu_of_this_process() -> float:
+    """CPU seconds of this process, finely, and of what it has started, in clock ticks."""
+    own, seen, pid = resource.getrusage(resource.RUSAGE_SELF), processes(), os.getpid()
+    others = sum(seen[one].cpu for one in family([pid], seen) - {pid} if one in seen)
+    return own.ru_utime + own.ru_stime + others
 
 
 def peak_memory_of(roots: Iterable[int]) -> int:

@@ -98,7 +98,7 @@ class Run:
         self._base = experiment.against
         self.measured = Measured(pairs={name: [] for name in experiment.compared})
         self._greedy = float(experiment.sampling.get("temperature", 1.0)) < GREEDY_EPSILON
-        self._positions = 0
+        self._positions, self._interrupted = 0, False
         self._renewal: Renewal | None = None
         self.share = 0.0
         """Of the planned run, how much is done."""
@@ -126,6 +126,8 @@ class Run:
             for arm in self._arms:
                 self._progress(0.0, f"warming up {arm.name}")
                 served = self._serve(arm, items, f"warm-up {number}").stretch
+                if self._interrupted:
+                    raise KeyboardInterrupt
                 self._check(arm, served.records, "while warming up")
                 walls.append(served.wall)
             slowest = max(walls) / size  # of the last time: the first has more to do
@@ -166,6 +168,8 @@ class Run:
             blocks[name] = block
             self.measured.blocks.append(block)
             self._journal.block(block)
+            if self._interrupted:
+                raise KeyboardInterrupt
             self._check(arms[name], block.requests, f"in pair {number}")
         values = {name: values_of(block, self._slo) for name, block in blocks.items()}
         for name, pairs in self.measured.pairs.items():
@@ -194,6 +198,7 @@ class Run:
         target.begin()
         stretch = run_load(target, items, self._load, self._now, name=name, seed=self._seed(name))
         activity = target.finish()
+        self._interrupted = stretch.interrupted
         return Served(stretch, activity, neighbours.cores())
 
     def _seed(self, name: str) -> int:

@@ -1,6 +1,5 @@
 """An engine in this process, spoken to without HTTP: nothing lies between its tokens and the clock."""
 
-import resource
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotswap.core.errors import HotswapError
 from hotswap.core.request import FinishReason, Request, RequestOutput
+from hotswap.lab.processes import cpu_of_this_process
 from hotswap.lab.targets.probe import Probe, Told
 from hotswap.lab.targets.target import Activity, Ending, Hearer, Outgoing
 from hotswap.server.frontend import Frontend, Prompt, derived_seed
@@ -73,7 +73,7 @@ class EngineTarget:
     def begin(self) -> None:
         for probe in self._probes:
             probe.begin(self._now())
-        self._began = _cpu()
+        self._began = cpu_of_this_process()
 
     def finish(self) -> Activity:
         counts = [probe.counts() for probe in self._probes]
@@ -81,7 +81,7 @@ class EngineTarget:
         for one in counts:
             total.update(one.engine)
         timeline = sorted(point for one in counts for point in one.timeline)
-        return Activity(_cpu() - self._began, dict(total), timeline)
+        return Activity(cpu_of_this_process() - self._began, dict(total), timeline)
 
     def problem(self) -> str | None:
         return next((one.engine.failure for one in self._built.engines if one.engine.failure is not None), None)
@@ -92,11 +92,6 @@ class EngineTarget:
 
     def close(self) -> None:
         self._built.engine.stop()
-
-
-def _cpu() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 class _Sink:

@@ -123,3 +123,14 @@ def test_a_target_that_dies_ends_the_stretch_and_keeps_what_was_measured():
 def test_a_target_that_falls_silent_and_is_dead_does_not_hold_the_run_up():
     records = run_load(Echo(hangs=True, dies_after=2), plain(4), ClosedLoop(2), NOW, name="x").records
     assert [record.error for record in records] == ["it is dead"] * 2
+
+
+def test_who_interrupts_keeps_what_came_until_then():
+    def impatient(count):
+        if count == 5:
+            raise KeyboardInterrupt
+
+    stretch = run_load(Echo(0.02), plain(100), ClosedLoop(2), NOW, name="x", on_ended=impatient)
+    assert stretch.interrupted
+    assert sum(not record.incomplete for record in stretch.records) == 5
+    assert len(stretch.records) <= 7

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -210,23 +211,25 @@ def test_a_journal_that_was_cut_off_is_read_as_far_as_it_goes(script, tmp_path):
     assert 0 < len(list(read_journal(path))) < len(text.splitlines())
 
 
-def test_an_interrupted_run_keeps_what_it_has(script):
-    base = script()
+def test_an_interrupted_run_keeps_what_it_has_the_block_that_was_under_way_included(script, tmp_path):
+    arm = script(0.05)
+    main = threading.main_thread().ident
 
     def reply(request):
+        if request.id == "pair 2.25":
+            signal.pthread_kill(main, signal.SIGINT)
         return [1]
 
-    class Impatient:
-        def add(self, arm, pair):
-            if pair is not None:
-                self.count = getattr(self, "count", 0) + 1
-
-        def enough(self, progress):
-            raise KeyboardInterrupt
-
-    measured = run({"base": base, "b": script(reply=reply)}, monitor=Impatient())
+    arm.reply = reply
+    path = tmp_path / FILE
+    with Journal(path) as journal:
+        measured = run({"base": script(), "b": arm}, journal=journal, pairs=100, block={"requests": 6})
     assert measured.partial and measured.stopped == "it was interrupted"
     assert len(measured.pairs["b"]) == 2
+    last = measured.blocks[-1]
+    assert (last.arm, last.pair) == ("b", 2)
+    assert any(record.incomplete for record in last.requests)
+    assert [line["block"] for line in read_journal(path) if line["event"] == "block"] == measured.blocks
 
 
 def test_where_greedy_outputs_first_differ_is_told_for_each_request(script):
