@@ -5,9 +5,10 @@
             return MyObserver()
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_origin
 
 from hotswap.core.hooks import HookSpecs, Observer
 from hotswap.core.live import LiveComponents, ObserverHub
@@ -15,6 +16,15 @@ from hotswap.core.testing.rig import Rig, make_rig
 from hotswap.core.testing.wrapping import Wrapped
 
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("hotswap_")]
+
+SELDOM = ("hotswap_pages_leaked", "hotswap_transfers_ended", "hotswap_component_exchanged")
+"""Hooks that the kit's traffic does not lead to."""
+
+
+def _example(annotation: Any) -> Any:
+    """A value of a hook's argument."""
+    kind = get_origin(annotation) or annotation
+    return {str: "scheduler", int: 1, float: 1.0}.get(kind, {"one": 1})
 
 
 class _Failing(Wrapped):
@@ -60,9 +70,11 @@ class ObserverSuite:
         """Drafts, a shortage with suspensions, an abort, a plan that fails, requests that come back to a cache."""
         with self.watched() as hub:
             self._traffic(hub)
-            hub.notify("hotswap_pages_leaked", owners={"r1": 2}, time=8.0)
-            hub.notify("hotswap_transfers_ended", counters={"hits": 1}, time=8.0)
-            hub.notify("hotswap_component_exchanged", kind="scheduler", old="a", new="b", time=8.0)
+            for hook in SELDOM:
+                hub.notify(hook, **{
+                    name: _example(parameter.annotation)
+                    for name, parameter in inspect.signature(vars(HookSpecs)[hook]).parameters.items()
+                    if name != "self"})
 
     def test_it_changes_nothing_that_it_watches(self) -> None:
         alone = self._traffic(ObserverHub())

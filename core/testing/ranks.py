@@ -9,10 +9,12 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
 from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.model import ModelFacts
@@ -46,6 +48,15 @@ class ToyWorker:
         if message.step_id == self.faults.get("die"):
             raise SystemExit("planted")
         return Verdict(message.step_id, [RowVerdict(row.request, [message.step_id], 1) for row in message.rows])
+
+    def prepare(self, parts: Mapping[str, Component]) -> WorkerInfo:
+        return self.info()
+
+    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
+        self.allocate(plan)
+
+    def settle(self) -> None:
+        """Nothing is kept of what was before."""
 
     def join(self) -> None:
         """Nothing to take part in."""

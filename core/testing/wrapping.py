@@ -13,6 +13,10 @@ class Wrapped(Scheduler):
         super().__init__()
         self.inner = inner
 
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
     def describe(self) -> Description:
         return self.inner.describe()
 

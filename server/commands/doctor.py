@@ -157,7 +157,7 @@ def _options(patient: Patient) -> tuple[Health, str]:
     bare = [name for name, field in fields.items() if not field.description]
     if bare:
         return Health.WARNING, f"no docstring behind {', '.join(bare)}: `plugins show` has nothing to say of them"
-    return Health.OK, f"{len(fields)} options, each described" if fields else "it has none"
+    return Health.OK, f"{', '.join(fields)}: each described" if fields else "it has none"
 
 
 def _description(patient: Patient) -> tuple[Health, str]:
@@ -196,6 +196,5 @@ def report(findings: Sequence[Finding]) -> str:
         lines.append(f"  {finding.health:<8} {finding.check:<14} {first}")
         lines += [f"{'':26}{line}" for line in more]
     counts = Counter(finding.health for finding in findings)
-    told = ", ".join(f"{counts[health]} {word}" for health, word in (
-        (Health.PROBLEM, "problems"), (Health.WARNING, "warnings"), (Health.SKIPPED, "skipped")))
-    return "\n".join([*lines, "", f"{told}."])
+    told = ", ".join(f"{health} {counts[health]}" for health in (Health.PROBLEM, Health.WARNING, Health.SKIPPED))
+    return "\n".join([*lines, "", told])

@@ -21,7 +21,8 @@ def pytest_generate_tests(metafunc):
             metafunc.parametrize(f"{language}_block", found, ids=map(str, found))
     if "shell_line" in metafunc.fixturenames:
         lines = [
-            (f"{block}", line) for block in _PAGES.blocks("sh") for line in block.code.splitlines() if line.strip()]
+            (f"{block}", line) for block in _PAGES.blocks("sh") if not block.mark.startswith("tutorial")
+            for line in block.code.splitlines() if line.strip()]  # tests/kit/test_tutorial.py runs the tutorial's
         metafunc.parametrize("shell_line", [line for _, line in lines], ids=[where for where, _ in lines])
     if "page" in metafunc.fixturenames:
         metafunc.parametrize("page", _PAGES.PAGES, ids=[page.name for page in _PAGES.PAGES])

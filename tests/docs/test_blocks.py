@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 
 import click
@@ -106,7 +107,7 @@ def test_json_blocks_parse(json_block):
 
 
 def test_python_blocks_parse_and_what_they_import_exists(python_block):
-    tree = ast.parse(python_block.code)
+    tree = ast.parse(textwrap.dedent(python_block.code))
     for statement in ast.walk(tree):
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").partition(".")[0] == "hotswap":
             module = __import__(statement.module, fromlist=["_"])

@@ -42,7 +42,8 @@ def suite_for(kind, cls):
     if kind == "model":
         members["reference"] = lambda self, folder: logits_of(
             loaded(_FAULTS.T.model.MyPart(), open_checkpoint(str(folder), progress=False)), IDS)
-    members |= {"speculator": {"texts": 600}, "launcher": {"patience_s": 6.0}}.get(kind, {})
+    members |= {
+        "speculator": {"texts": 600}, "launcher": {"patience_s": 6.0}, "kv_transfer": {"trials": 20}}.get(kind, {})
     return type("Suite", (part.load(),), members)
 
 
@@ -106,3 +107,11 @@ def test_a_right_component_has_none_of_these_outcomes(tmp_path):
                         ("logits_processor", "test_rows_do_not_touch_each_other"),
                         ("kv_transfer", "test_a_request_that_was_swapped_goes_on_where_it_was")):
         assert outcome(kind, getattr(_FAULTS.T, kind).MyPart, check, tmp_path / kind) is None
+
+
+def test_the_documentation_lists_each_fault_with_the_check_that_finds_it():
+    text = (Path(__file__).parents[2] / "docs/kit.md").read_text().partition("## Faults")[2]
+    listed = [tuple(cell.strip().strip("`") for cell in line.strip("|").split("|"))
+              for line in text.splitlines() if line.startswith("| ")][1:]
+    assert listed == [(kind, fault.__doc__, check) for kind, fault, check in FAULTS]
+    assert len(listed) >= 25

@@ -54,7 +54,8 @@ def test_each_hook_is_documented_with_its_arguments(hook):
 
 def test_no_hook_is_documented_that_does_not_exist():
     named = set(re.findall(r"\bhotswap_[a-z_]+\b", "".join(p.read_text() for p in ROOT.glob("docs/**/*.md"))))
-    assert named - {"hotswap_shortest_first"} <= set(HOOKS)
+    modules = {"hotswap_shortest_first", "hotswap_my_scheduler", "hotswap_mine"}  # of packages in examples and tutorial
+    assert named - modules <= set(HOOKS)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
