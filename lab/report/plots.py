@@ -12,6 +12,7 @@ from hotswap.lab.records import BlockRecord, Comparison, MetricSpec, Outcome, Pa
 from hotswap.lab.report import words
 from hotswap.lab.report.content import arms_of, requests_of
 from hotswap.lab.statistics import signed_rank
+from hotswap.lab.statistics.signed_rank import Floats
 
 COLOURS = ("#4c566a", "#d1495b", "#1f77b4", "#2a9d62", "#8e5bb5", "#e08e0b")
 """The base is grey; readable beside each other by the colour-blind."""
@@ -20,7 +21,7 @@ LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "it
              "e2e": "end to end"}
 POINTS = 400
 """Most points of a curve."""
-TIMELINE_POINTS = 3000
+TIMELINE_POINTS = 150
 NORMAL_95 = 1.96
 FIRST_INTERVAL = 6
 """Quads before a running interval is drawn."""
@@ -75,36 +76,44 @@ def ecdf(result: Result, arm: str, latency: str) -> tuple[list[float], list[floa
 
 
 def timelines(result: Result) -> Figure | None:
-    """Batch size, queue and cache use, blocks in the order in which they ran."""
+    """Batch size, queue and cache use over the time of a block: the mean over an arm's blocks, and most of them."""
     if not any(block.timeline for block in result.blocks):
         return None
     figure = make_subplots(
         rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.07,
         subplot_titles=["requests running", "requests waiting", "cache in use"])
     for arm, colour in colours(result).items():
-        columns = timeline(result.blocks, arm)
-        for row, values in enumerate(columns[1:], 1):
+        times, spread = timeline([block for block in result.blocks if block.arm == arm])
+        for row, (low, mean, high) in enumerate(spread, 1):
             figure.add_trace(go.Scatter(
-                x=columns[0], y=values, name=arm, legendgroup=arm, showlegend=row == 1, mode="lines",
-                line=dict(color=colour, width=1.2, shape="hv"), connectgaps=False), row=row, col=1)
-    figure.update_xaxes(title_text="seconds of measuring", row=3, col=1)
+                x=[*times, *times[::-1]], y=[*high, *low[::-1]], fill="toself", mode="lines", line=dict(width=0),
+                fillcolor=_faint(colour), legendgroup=arm, showlegend=False, hoverinfo="skip"), row=row, col=1)
+            figure.add_trace(go.Scatter(
+                x=times, y=mean, name=arm, legendgroup=arm, showlegend=row == 1, mode="lines",
+                line=dict(color=colour, width=2)), row=row, col=1)
+    figure.update_xaxes(title_text="seconds since the start of the block", row=3, col=1)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_yaxes(tickformat=".0%", row=3, col=1)
+    figure.update_yaxes(tickformat=".1%", row=3, col=1)
     return _figure(figure, "Timelines", 560)
 
 
-def timeline(blocks: Sequence[BlockRecord], arm: str) -> list[list[float | None]]:
-    """Columns time, running, waiting, cache share of an arm's blocks, with a gap behind each block."""
-    points: list[tuple[float | None, ...]] = []
-    begun = 0.0
-    for block in sorted(blocks, key=lambda block: block.position):
-        if block.arm == arm and block.timeline:
-            points += [(begun + time, *values) for time, *values in block.timeline]
-            points.append((begun + block.wall, None, None, None))
-        begun += block.wall
-    stride = -(-len(points) // TIMELINE_POINTS) or 1
-    kept = [point for index, point in enumerate(points) if index % stride == 0 or point[1] is None]
-    return [list(column) for column in zip(*kept, strict=True)] if kept else [[], [], [], []]
+def timeline(blocks: Sequence[BlockRecord]) -> tuple[Floats, Floats]:
+    """Times, and what was running, waiting, and the share of the cache in use then: [3, of (10 %, mean, 90 %), times].
+    A value stands until the next; at a time there are those blocks that had not ended."""
+    told = [block for block in blocks if block.timeline]
+    if not told:
+        return np.zeros(0), np.zeros((3, 3, 0))
+    times = np.linspace(0, float(np.median([block.wall for block in told])), TIMELINE_POINTS)
+    values = np.full((len(told), 3, len(times)), np.nan)
+    for index, block in enumerate(told):
+        points = np.array(block.timeline)
+        last = np.searchsorted(points[:, 0], times, side="right") - 1
+        known = (last >= 0) & (times <= block.wall)
+        values[index][:, known] = points[last[known], 1:].T
+    there = ~np.isnan(values[:, 0]).all(axis=0)
+    kept = values[:, :, there]
+    low, high = np.nanpercentile(kept, [10, 90], axis=0)
+    return times[there], np.stack([low, np.nanmean(kept, axis=0), high], axis=1)
 
 
 def paired(result: Result) -> dict[str, Figure]:

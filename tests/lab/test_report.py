@@ -180,12 +180,15 @@ def test_a_distribution_ends_below_one_by_the_share_of_failures(result):
     assert ecdf(result, "base", "e2e")[1][-1] == 100
 
 
-def test_a_timeline_has_its_blocks_one_after_the_other_with_gaps():
-    first, other, last = (
-        BlockRecord(arm, 0, place, 2.0, (), timeline=((0.5, 1, 0, 0.1), (1.5, 2, 0, 0.2)))
-        for place, arm in enumerate(("base", "arm", "base")))
-    assert timeline([last, other, first], "base")[:2] == [[0.5, 1.5, 2.0, 4.5, 5.5, 6.0], [1, 2, None, 1, 2, None]]
-    assert timeline([last, other, first], "arm")[0] == [2.5, 3.5, 4.0]
+def test_a_timeline_is_the_mean_of_those_blocks_that_had_not_ended():
+    short = BlockRecord("arm", 0, 0, 1.0, (), timeline=((0.0, 4, 0, 0.1), (0.5, 2, 1, 0.2)))
+    long = BlockRecord("arm", 1, 1, 3.0, (), timeline=((0.0, 8, 0, 0.3), (2.0, 6, 0, 0.4)))
+    times, (running, waiting, cache) = timeline([short, long])
+    assert times[0] == 0 and times[-1] == 2  # the median block
+    at = [int(np.searchsorted(times, time)) for time in (0.2, 0.7, 1.5)]
+    assert running[1][at] == pytest.approx([6, 5, 8]) and waiting[1][at] == pytest.approx([0, 0.5, 0])
+    assert cache[1][at] == pytest.approx([0.2, 0.25, 0.3])
+    assert np.all((running[0] <= running[1]) & (running[1] <= running[2]))
 
 
 def test_the_running_interval_narrows_around_the_estimate(result):

@@ -1,5 +1,6 @@
 """Verdicts of experiments: that they are right as often as they claim, and never contradict their intervals."""
 
+from itertools import islice
 from math import inf, isnan
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy.stats import norm, wilcoxon
 
+from hotswap.lab.interleave import orders
 from hotswap.lab.records import Better, Look, MetricSpec, Outcome, Pair
 from hotswap.lab.statistics import Monitor, Settings, analyse
 from hotswap.lab.statistics.boundary import Boundary
@@ -193,6 +195,20 @@ def test_equal_arms_are_told_apart_in_at_most_the_claimed_share_of_experiments_t
         pairs = assigned(blocks_with(noise, rng, 8, 4 * 24), 0.0, rng)
         found, _ = monitored(pairs, specs, Settings(flips=999, looks=4, margin=1e-6))
         wrong += any(one.outcome in DIRECTIONS for one in found)
+    assert wrong <= 7  # 3 are expected
+
+
+def test_arms_that_share_the_base_and_the_order_of_a_run_are_told_apart_as_seldom():
+    rng, names, wrong = np.random.default_rng(5), ["base", "one", "two", "three"], 0
+    for number in range(60):
+        slots = iter(blocks_with(autoregressive, rng, 4, 4 * 40))
+        by_arm = {name: [] for name in names[1:]}
+        for order in islice(orders(names, number), 40):
+            found = {name: named(next(slots)) for name in order}
+            for name, pairs in by_arm.items():
+                pairs.append(Pair(found["base"], found[name], order.index("base") < order.index(name)))
+        compared = analyse(by_arm, metrics(4), Settings(flips=999, margin=1e-6))
+        wrong += any(one.outcome in DIRECTIONS for one in compared)
     assert wrong <= 7  # 3 are expected
 
 
