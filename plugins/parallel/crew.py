@@ -45,6 +45,8 @@ class Crew:
         self._refusals: SimpleQueue[Refusal] = SimpleQueue()
         self._told: set[int] = set()
         """Ranks that said themselves why they end."""
+        self._silent: set[int] = set()
+        """Ranks of whom nothing more will be heard: all that they said has been read."""
         self._lock, self._over = Lock(), Event()
         """``_over`` is set when ``problem`` is."""
         self._listener: Listener | None = None
@@ -175,13 +177,13 @@ class Crew:
                 if frame.kind in (Kind.VERDICT, Kind.TRANSFERS):
                     self._on_news(frame)
                 elif frame.kind is Kind.REFUSED:
-                    refusal = decode(Refusal, frame.payload)
                     self._told.add(rank)
+                    refusal = decode(Refusal, frame.payload)
                     self._refusals.put(refusal)
                     self.fail(f"rank {rank} refuses the config: {refusal.message}", told=True)
                 elif frame.kind is Kind.FAILED:
-                    failure = decode(Failure, frame.payload)
                     self._told.add(rank)
+                    failure = decode(Failure, frame.payload)
                     problem = f"has failed: {failure.message}"
                     cause = self._cause(rank, problem) if failure.lost else f"rank {rank} {problem}"
                     self.fail(cause, memory=failure.memory)
@@ -189,11 +191,14 @@ class Crew:
                     answers = self._prepared if frame.kind is Kind.PREPARED else self._answers
                     answers[rank].put(frame)
         except ChannelClosedError as error:
+            self._silent.add(rank)
             self.fail(self._cause(rank, f"is gone: {error}"))
 
     def _ended(self) -> dict[int, str]:
-        """The processes that have ended and did not say why."""
-        return {rank: end for rank, end in self._launcher.ended().items() if rank not in self._told}
+        """The processes that have ended and did not say why; what one has said may be still to be read."""
+        return {
+            rank: end for rank, end in self._launcher.ended().items()
+            if rank not in self._told and (rank in self._silent or rank not in self._channels)}
 
     def _cause(self, rank: int, problem: str) -> str:
         """What is wrong, where ``rank`` has lost its connection to others or to us: a process that has ended without a

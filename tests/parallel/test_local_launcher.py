@@ -1,6 +1,7 @@
 """The local launcher and the crew that it starts: children that die at once, and ends that are bounded as a whole."""
 
 import re
+import socket
 import sys
 import threading
 from subprocess import TimeoutExpired
@@ -9,9 +10,11 @@ import pytest
 
 from hotswap.core.engine.clock import ManualClock
 from hotswap.core.errors import ConfigError, EngineStoppedError
+from hotswap.core.execution.channel import Channel, Kind, encode
 from hotswap.plugins.parallel import crew as module
 from hotswap.plugins.parallel.crew import Crew
 from hotswap.plugins.parallel.launchers.local import LocalLauncher
+from hotswap.plugins.parallel.rank import Refusal
 
 
 def test_a_child_that_dies_before_it_is_told_anything_is_named_and_says_itself_why(
@@ -60,10 +63,11 @@ def test_processes_that_are_slow_one_behind_the_other_have_their_time_together()
 
 
 class Started:
-    """A launcher whose processes live for ever. ``step``: seconds that pass whenever it is asked after them."""
+    """A launcher whose processes live for ever, but for those that have ``ended``. ``step``: seconds that pass whenever
+    it is asked after them."""
 
-    def __init__(self, clock, step=0.0):
-        self.clock, self.step, self.given = clock, step, None
+    def __init__(self, clock, step=0.0, ended=()):
+        self.clock, self.step, self.given, self.gone = clock, step, None, dict(ended)
         self.asked = threading.Event()
 
     def host(self):
@@ -75,7 +79,7 @@ class Started:
     def ended(self):
         self.clock.advance(self.step)
         self.asked.set()
-        return {}
+        return self.gone
 
     def stop(self, timeout_s):
         self.given = timeout_s
@@ -130,3 +134,23 @@ def test_who_looks_for_a_cause_is_woken_when_another_rank_has_told_it(monkeypatc
     crew.fail("rank 0 has failed: the device is lost")
     thread.join(10)
     assert not thread.is_alive() and told == ["rank 1 is gone"]
+
+
+def test_a_rank_that_has_ended_is_heard_out_before_its_end_is_taken_for_a_cause(monkeypatch):
+    """It refused the config and ended, which its neighbour noticed before anybody had read the refusal."""
+    monkeypatch.setattr(module, "_POLL_S", 0.01)
+    monkeypatch.setattr(module, "_LAST_WORDS_S", 60.0)
+    launcher = Started(ManualClock(), ended={1: "ended with exit code 0"})
+    crew, told = Crew(launcher, 2, bytes(32), print, lambda problem: None), []
+    ours, theirs = socket.socketpair()
+    crew._channels = {1: Channel(ours)}
+    thread = threading.Thread(target=lambda: told.append(crew._cause(0, "has failed: a neighbour is gone")))
+    thread.start()
+    assert launcher.asked.wait(10)
+    Channel(theirs).send(Kind.REFUSED, encode(Refusal("the weights are green", "model.path")))
+    theirs.close()
+    crew._listen(1, crew._channels[1])
+    thread.join(10)
+    assert told == ["rank 0 has failed: a neighbour is gone"]
+    assert crew.problem == "rank 1 refuses the config: the weights are green"
+    crew.stop(1)
