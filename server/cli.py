@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from hotswap import __version__
-from hotswap.core.errors import ConfigError
+from hotswap.core.errors import ConfigError, EngineStoppedError
 
 COMMANDS = {
     **{name: f"hotswap.server.commands.{name}" for name in ("serve", "generate", "exchange", "config", "plugins")},
@@ -16,7 +16,8 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Knows its subcommands by name only. A ConfigError, wherever it comes from, is one message and exit code 2."""
+    """Knows its subcommands by name only. A ConfigError, wherever it comes from, is one message and exit code 2;
+    workers that end while they start are one message, beside what they wrote, and exit code 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -33,6 +34,9 @@ class LazyGroup(click.Group):
         except ConfigError as error:
             click.echo(f"hotswap: {error}", err=True)
             ctx.exit(2)
+        except EngineStoppedError as error:
+            click.echo(f"hotswap: {error}", err=True)
+            ctx.exit(1)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -115,7 +115,10 @@ def serve(arguments: dict[str, Any]) -> None:
     job = decode(Job, encode(arguments))
     logging.basicConfig(
         level=job.log_level, format=f"%(asctime)s %(levelname)s rank {job.rank} %(name)s: %(message)s")
-    channel = connect(job.address, bytes.fromhex(job.secret), job.rank)
+    try:
+        channel = connect(job.address, bytes.fromhex(job.secret), job.rank)
+    except ChannelClosedError as error:
+        raise SystemExit(f"rank {job.rank}: nobody waits for it any more: {error}") from error
     frames: SimpleQueue[Frame] = SimpleQueue()
     Thread(target=_listen, args=(channel, frames, job.scratch), daemon=True).start()
     try:

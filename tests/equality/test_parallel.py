@@ -64,26 +64,23 @@ def reports(engine):
 
 
 SHARDINGS = [
-    pytest.param([{"use": "tensor", "size": 2}], id="tensor2"),
     pytest.param([{"use": "tensor", "size": 4}], id="tensor4, heads replicated"),
     pytest.param([{"use": "pipeline", "size": 3}], id="pipeline3"),
     pytest.param([{"use": "pipeline", "size": 2}, {"use": "tensor", "size": 2}], id="pipeline2 over tensor2"),
+    pytest.param([{"use": "tensor", "size": 2}], id="tensor2", marks=pytest.mark.whole),
+    pytest.param([{"use": "tensor", "size": 8}], id="tensor8", marks=pytest.mark.whole),
+    pytest.param([{"use": "pipeline", "size": 5}], id="pipeline5, a layer each", marks=pytest.mark.whole),
+    pytest.param(
+        [{"use": "pipeline", "size": 4}, {"use": "tensor", "size": 2}], id="pipeline4 over tensor2",
+        marks=pytest.mark.whole),
+    pytest.param(
+        [{"use": "pipeline", "size": 2}, {"use": "tensor", "size": 4}], id="pipeline2 over tensor4",
+        marks=pytest.mark.whole),
 ]
-WHOLE = [
-    pytest.param([{"use": "tensor", "size": 8}], id="tensor8"),
-    pytest.param([{"use": "pipeline", "size": 5}], id="pipeline5, a layer each"),
-    pytest.param([{"use": "pipeline", "size": 4}, {"use": "tensor", "size": 2}], id="pipeline4 over tensor2"),
-    pytest.param([{"use": "pipeline", "size": 2}, {"use": "tensor", "size": 4}], id="pipeline2 over tensor4"),
-]
-"""Eight ranks, with --whole only."""
-
-
-def pytest_generate_tests(metafunc):
-    if "sharding" in metafunc.fixturenames:
-        metafunc.parametrize("sharding", SHARDINGS + (WHOLE if metafunc.config.getoption("--whole") else []))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
 def test_ranks_equal_one_device_with_everything_switched_on(run, book, odd, noisy_of, sharding):
     """Chunks, prefix hits, preemption, two or more steps in flight and drafts, all in one run. On one stage the drafts
     are those of the target with noise, and 20 to 80 % of them are right; on several they are copied."""
@@ -305,7 +302,7 @@ def test_each_rank_moves_its_own_part_of_the_pages_to_host_memory_and_back(run, 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel, bytes_a_page", [
     pytest.param([{"use": "tensor", "size": 3}], [30, 30, 30], id="tensor3"),
-    pytest.param([{"use": "pipeline", "size": 2}], [19 * 3, 11 * 3], id="pipeline2")])
+    pytest.param([{"use": "pipeline", "size": 2}], [19 * 3, 11 * 3], id="pipeline2", marks=pytest.mark.whole)])
 def test_a_real_model_over_ranks_gives_the_tokens_of_transformers(run, book, smollm2, parallel, bytes_a_page):
     """SmolLM2-135M: 9 query and 3 key-value heads; 30 layers and a head that weighs as eight of them."""
     rng = random.Random(4)
@@ -324,7 +321,7 @@ def test_a_real_model_over_ranks_gives_the_tokens_of_transformers(run, book, smo
     engine.assert_clean()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_replicas_of_two_ranks_answer_alike_and_outlive_the_loss_of_one(run, book, tiny, child_processes):
     """data(2) > tensor(2): four processes in two engines. A killed rank takes its own engine with it, and no other."""
     engine = run(tiny.config("chunked", "prefix", "none", 1, parallel=[

@@ -83,6 +83,16 @@ def test_a_size_that_does_not_work_is_refused_before_a_process_starts(scratch, m
     assert "rank 0" not in log
 
 
+def test_ranks_that_do_not_start_are_one_message_and_a_code_that_blames_no_config(scratch, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    process = hotswap(
+        "serve", str(ROOT / "examples" / "tensor.yaml"), "--port", "0", "--set", "execution.start_timeout_s=0.01")
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "hotswap: not every rank was ready within 0.01 s" in log.splitlines()
+    assert "Traceback" not in log
+
+
 def test_a_killed_rank_turns_health_red_ends_four_streams_with_an_error_and_the_server_with_a_code(served, kill):
     process, ranks, url, log = served("tensor.yaml")
     assert len(ranks) == 3
