@@ -13,7 +13,7 @@ from hotswap.core.interfaces.component import Component
 
 if TYPE_CHECKING:
     from hotswap.core.engine.pool import RequestState
-    from hotswap.core.engine.setup import EngineSetup
+    from hotswap.core.engine.setup import EngineSetup, SwitchSetup
     from hotswap.core.interfaces.kvcache import CacheEvent, CacheUsage
     from hotswap.core.interfaces.messages import StepMessage, Verdict
 
@@ -89,6 +89,14 @@ class HookSpecs:
     @hookspec
     def hotswap_transfers_ended(self, counters: Mapping[str, int], time: float) -> None:
         """Transfers of pages have ended; ``counters`` are the KV transfer's totals, by its own names."""
+
+    @hookspec
+    def hotswap_switch_begins(self, switch: "SwitchSetup", time: float) -> None:
+        """Other parts are about to be put in place between two steps: enough to do it again."""
+
+    @hookspec
+    def hotswap_switch_undone(self, time: float) -> None:
+        """Something raised before all of them were in place: the parts are those of before."""
 
     @hookspec
     def hotswap_component_exchanged(

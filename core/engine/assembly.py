@@ -17,7 +17,7 @@ from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.engine.parts import Parts
-from hotswap.core.engine.setup import EngineSetup, references
+from hotswap.core.engine.setup import CacheRoom, EngineSetup, references
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join
@@ -209,8 +209,8 @@ class Assembly:
             Transfers(_transfer(parts), ranks.world_size))
         setup = EngineSetup(
             references([parts.scheduler, parts.kvcache, _transfer(parts)]), limits, depth, ranks.chained,
-            ranks.world_size, tuple(info.cache_specs), *_cache_room(config, info, self._max_model_len),
-            cache_plan.groups, self._checkpoint.revision)
+            ranks.world_size, cache_room(config, info, self._max_model_len), cache_plan.groups,
+            self._checkpoint.revision)
         observers.notify(
             "hotswap_engine_started", versions=versions(), config=self._resolved.effective(), replica=replica.name,
             setup=setup, time=clock.now())
@@ -276,11 +276,12 @@ def _transfer(parts: Components) -> KVTransfer | None:
 
 
 def divide_memory(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:
-    plan: CachePlan = parts.kvcache.configure(info.cache_specs, *_cache_room(config, info, max_model_len))
+    room = cache_room(config, info, max_model_len)
+    plan: CachePlan = parts.kvcache.configure(room.specs, room.num_bytes, room.constraints)
     return plan
 
 
-def _cache_room(config: Config, info: WorkerInfo, max_model_len: int) -> tuple[int, CacheConstraints]:
+def cache_room(config: Config, info: WorkerInfo, max_model_len: int) -> CacheRoom:
     """Bytes for what the config says; else for all that could ever be held at once, or what the device has left."""
     section, running = config.kvcache, config.scheduler.max_running
     num_bytes = section.memory
@@ -288,8 +289,8 @@ def _cache_room(config: Config, info: WorkerInfo, max_model_len: int) -> tuple[i
         tokens = (running + 1) * (max_model_len + 256)  # whole pages, and the dummy page
         most = sum(spec.bytes_per_token for spec in info.cache_specs) * tokens
         num_bytes = min(info.free_bytes, most)
-    return num_bytes, CacheConstraints(
-        max_model_len, running, section.block_size, info.page_sizes, section.num_blocks)
+    return CacheRoom(tuple(info.cache_specs), num_bytes, CacheConstraints(
+        max_model_len, running, section.block_size, info.page_sizes, section.num_blocks))
 
 
 def versions() -> dict[str, str]:

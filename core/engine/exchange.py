@@ -13,7 +13,8 @@ from typing import Any
 from hotswap.core.blame import blame
 from hotswap.core.config.changes import SIZES_OF_THE_CACHE, Difference, changed, differences
 from hotswap.core.config.check import Components, check_config
-from hotswap.core.engine.assembly import BuiltEngine, Made, divide_memory
+from hotswap.core.engine.assembly import BuiltEngine, Made, cache_room, divide_memory
+from hotswap.core.engine.setup import CacheRoom
 from hotswap.core.engine.switch import Effect, Switch, carry_out
 from hotswap.core.engine.trial import Trial, TriedKV
 from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError
@@ -158,6 +159,9 @@ class EngineExchange:
         self._keeps_pages = same and shares_pages(old.parts.attention, self._target.attention)
         self._new = replace(new, cache_plan=replace(plan, transfer=old.cache_plan.transfer))
 
+    def _room(self, made: Made) -> CacheRoom:
+        return cache_room(made.config, made.info, self._max_model_len)
+
     def _on_workers(self) -> dict[str, Component]:
         """Those of the new parts that live on the ranks, by kind."""
         found = [self._target.built[section] for section in self._sections]
@@ -206,7 +210,7 @@ class EngineExchange:
         limits, info = loop.limits, self._new.info
         effect = carry_out(loop, Switch(
             replace(limits, lookahead=info.lookahead, reuse_tail=info.reuse_tail), scheduler, kv, workers, back,
-            self._keeps_pages))
+            self._keeps_pages, self._room(self._new)))
         self._record(replaced, self._new, target)
         self._tell(effect)
 
@@ -219,7 +223,8 @@ class EngineExchange:
         def revert(problem: str, lost: bool) -> None:
             undone = carry_out(loop, Switch(
                 limits, self._spare.scheduler if scheduler is not None else None,
-                self._spare.kvcache if kv is not None else None, back, workers, self._keeps_pages and not lost))
+                self._spare.kvcache if kv is not None else None, back, workers, self._keeps_pages and not lost,
+                self._room(old)))
             if workers is not None:
                 old.parts.executor.settle()
             self._record(replaced, old, self._spare)

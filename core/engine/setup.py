@@ -12,12 +12,21 @@ from hotswap.core.interfaces.kvcache import CacheConstraints, CacheSpec, GroupPl
 
 
 @dataclass(frozen=True)
+class CacheRoom:
+    """What a KV manager is configured with."""
+
+    specs: tuple[CacheSpec, ...]
+    num_bytes: int
+    constraints: CacheConstraints
+
+
+@dataclass(frozen=True)
 class EngineSetup:
     """Of one engine, when it starts.
 
     ``components``: by kind, what a registry builds scheduler, KV manager and KV transfer from; a kind is missing if
-    there is none, or one that no registry has built. ``specs``, ``num_bytes`` and ``constraints`` are what the
-    KV manager was configured with, ``groups`` what it made of them. ``model`` is the checkpoint's revision.
+    there is none, or one that no registry has built. ``room`` is what the KV manager was configured
+    with, ``groups`` what it made of it. ``model`` is the checkpoint's revision.
     """
 
     components: Mapping[str, Mapping[str, Any]]
@@ -25,9 +34,7 @@ class EngineSetup:
     depth: int
     chained: bool
     ranks: int
-    specs: tuple[CacheSpec, ...]
-    num_bytes: int
-    constraints: CacheConstraints
+    room: CacheRoom
     groups: Mapping[str, GroupPlan]
     model: str = ""
 
@@ -41,3 +48,21 @@ def references(components: Iterable[Component | None]) -> dict[str, dict[str, An
     return {
         part.kind: redact(part.ref.model_dump(mode="json")) for part in components
         if part is not None and part.origin is not None}
+
+
+@dataclass(frozen=True)
+class SwitchSetup:
+    """Of an exchange of parts: what is put in place between two steps. ``replaced`` are the kinds, and ``components``
+    what a registry builds the new ones from, where one has built them; ``room`` is given with a KV manager.
+    ``workers``: they have forgotten every request, too. ``keeps_pages``: see ``Switch``."""
+
+    replaced: tuple[str, ...]
+    components: Mapping[str, Mapping[str, Any]]
+    limits: Limits
+    room: CacheRoom | None
+    keeps_pages: bool
+    workers: bool
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON knows it; without secrets."""
+        return asdict(self)

@@ -13,6 +13,7 @@ from functools import partial
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.engine.pool import RUNNING, WAITING, RequestState
+from hotswap.core.engine.setup import CacheRoom, SwitchSetup, references
 from hotswap.core.errors import ExchangeError, KVInvariantError
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage
@@ -28,7 +29,8 @@ TRANSFERS_S = 10.0
 class Switch:
     """What is put in place; None leaves a part as it is. ``workers`` has the ranks take up other parts or other pages,
     and ``back`` undoes it: they know no request after either. ``keeps_pages``: the tensors stay, and what is in them
-    may be used; else ``kv`` is given, or what runs gives its pages up.
+    may be used; else ``kv`` is given, or what runs gives its pages up. ``room``: what ``kv`` was configured with, for
+    observers.
     """
 
     limits: Limits
@@ -37,6 +39,13 @@ class Switch:
     workers: Callable[[], None] | None = None
     back: Callable[[], None] | None = None
     keeps_pages: bool = True
+    room: CacheRoom | None = None
+
+    def setup(self) -> SwitchSetup:
+        new = [part for part in (self.scheduler, self.kv) if part is not None]
+        return SwitchSetup(
+            tuple(part.kind for part in new), references(new), self.limits, self.room, self.keeps_pages,
+            self.workers is not None)
 
 
 @dataclass
@@ -63,7 +72,9 @@ class _Work:
 
 def carry_out(loop: EngineLoop, switch: Switch) -> Effect:
     """Exchange. Where anything raises, everything is as before, but that some requests may be computed again."""
-    work, begun, old = _Work(loop, switch), loop.clock.now(), loop.parts.kv
+    work, begun, old, observers = _Work(loop, switch), loop.clock.now(), loop.parts.kv, loop.parts.observers
+    if observers.active:
+        observers.notify("hotswap_switch_begins", switch=switch.setup(), time=begun)
     try:
         if switch.kv is not None or switch.workers is not None or not switch.keeps_pages:
             begun = drain(loop)
@@ -76,6 +87,8 @@ def carry_out(loop: EngineLoop, switch: Switch) -> Effect:
         _let_children_go(work)
         _readmit(work)
     except BaseException:
+        if observers.active:
+            observers.notify("hotswap_switch_undone", time=loop.clock.now())
         for step in reversed(work.undo):
             step()
         for state in work.again:

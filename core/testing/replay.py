@@ -7,7 +7,7 @@ something that was not logged, or the components differ from those of the server
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -17,7 +17,9 @@ from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.engine.parts import Parts
 from hotswap.core.engine.pool import RequestState
+from hotswap.core.engine.switch import Switch, carry_out
 from hotswap.core.engine.transfers import Transfers
+from hotswap.core.engine.trial import Trial
 from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.kvcache import CacheKey, KVCacheManager
 from hotswap.core.interfaces.messages import EndedTransfer, RowVerdict, StepMessage, Suspended, Verdict
@@ -58,13 +60,15 @@ class _Recorded:
 
 class Replay:
     """Drives a loop through the events of a log. ``kv`` and ``transfer`` must be configured as the server's were;
-    ``ranks``: how many report each transfer. ``clock``: for a transfer that reads one."""
+    ``ranks``: how many report each transfer. ``clock``: for a transfer that reads one. ``make`` builds what an event
+    "switch" has put in place."""
 
     def __init__(
         self, events: Sequence[Event], scheduler: Scheduler, kv: KVCacheManager, limits: Limits, depth: int,
         chained: bool, transfer: KVTransfer | None = None, ranks: int = 1, clock: ManualClock | None = None,
+        make: Callable[[Event], Switch] | None = None,
     ) -> None:
-        self.events, self._page_size = events, int(events[0]["page_size"])
+        self.events, self._page_size, self._make = events, int(events[0]["page_size"]), make
         self.clock = clock or ManualClock()
         self.clock.time = events[0]["t"]
         self.steps = 0
@@ -73,6 +77,8 @@ class Replay:
         self._recorded, self._heads = _recorded(events), dict[str, list[int]]()
         for recorded in self._recorded.values():
             recorded.tokens = self._tokens_of(recorded)
+        self._left = iter(events)
+        self._switched: Switch | None = None
         self._live: dict[str, _Recorded] = {}
         self._ended: dict[str, Event] = {}
         """Endings in the log that the replay has yet to show."""
@@ -82,7 +88,7 @@ class Replay:
 
     def run(self) -> Divergence | None:
         """None when every decision came out as it was logged."""
-        for event in self.events:
+        for event in self._left:
             self.clock.time = event["t"]
             if (divergence := self._replay(event)) is not None:
                 return divergence
@@ -107,18 +113,24 @@ class Replay:
                 self.loop.transfers.reset()
             case "leak":
                 self.loop.lifecycle.give_back_leaks()
+            case "switch":
+                return self._switch(event)
+            case "exchange" if self._switched is not None:
+                self._try(event)
         return None
 
     def _plan(self, event: Event) -> Divergence | None:
         logged = {key: event[key] for key in PLANNED} if event["event"] == "step" else {"event": event["event"]}
+        trial = self.loop.lifecycle.trial
+        if trial is not None and trial.steps_left <= 0:
+            self.loop.lifecycle.trial = None
         self._heard.plan = {"event": "idle"}
         self.loop.plan_and_submit()
         replayed = _plain(self._heard.plan)
         return None if logged == replayed else Divergence(self.loop.submitted, logged, replayed)
 
     def _collect(self, event: Event) -> Divergence | None:
-        self.loop.in_flight[0].submitted_at = event["t"] - event["duration"]
-        self.executor.verdict = self._verdict(event)
+        self._answer(event)
         self.loop.collect()
         if (divergence := self._endings()) is not None:
             return divergence
@@ -130,6 +142,51 @@ class Replay:
                               dict(zip(names, replayed, strict=True)), "cache")
         self.steps += 1
         return None
+
+    def _answer(self, event: Event) -> None:
+        """The verdict that the executor gives next."""
+        self.loop.in_flight[0].submitted_at = event["t"] - event["duration"]
+        self.executor.verdict = self._verdict(event)
+
+    def _switch(self, event: Event) -> Divergence | None:
+        """Exchange parts as the server did. It collected what was in flight, and may have submitted steps of its own.
+        """
+        if self._make is None:
+            raise ValueError("the log tells of an exchange of parts, and nobody here can build the new ones")
+        self._switched, self.executor.more = self._make(event), self._next_verdict
+        try:
+            carry_out(self.loop, self._switched)
+        except _OtherwiseError as error:
+            return error.divergence
+        finally:
+            self.executor.more = None
+        return self._endings()
+
+    def _next_verdict(self) -> None:
+        """Within an exchange: on to the next verdict of the log."""
+        for event in self._left:
+            self.clock.time = event["t"]
+            match event["event"]:
+                case "verdict":
+                    self.steps += 1
+                    return self._answer(event)
+                case "finish":
+                    self._ended[event["id"]] = event
+                case "step":
+                    logged, replayed = {key: event[key] for key in PLANNED}, _plain(self._heard.plan)
+                    if logged != replayed:
+                        raise _OtherwiseError(Divergence(event["step"], logged, replayed))
+                case other:
+                    told, step = {"event": other}, self.loop.submitted
+                    raise _OtherwiseError(Divergence(step, told, {"event": "a step is awaited"}))
+        raise _OtherwiseError(Divergence(self.loop.submitted, {"event": "end"}, {"event": "a step is awaited"}))
+
+    def _try(self, event: Event) -> None:
+        """Parts that are new are on trial, those that are back are not."""
+        assert self._switched is not None
+        kv, workers = self._switched.kv is not None, self._switched.workers is not None
+        trial = Trial(lambda: None, lambda problem, lost: None, kv=kv, workers=workers)
+        self.loop.lifecycle.trial, self._switched = None if event["problem"] else trial, None
 
     def _endings(self) -> Divergence | None:
         """Whether the requests that have ended are those of the log, in the same way."""
@@ -201,11 +258,20 @@ class Replay:
                        error=event["error"])
 
 
+class _OtherwiseError(Exception):
+    """In the middle of an exchange something came out otherwise."""
+
+    def __init__(self, divergence: Divergence) -> None:
+        super().__init__(divergence.what)
+        self.divergence = divergence
+
+
 class _LoggedExecutor(Executor):
-    """Answers each step with its logged verdict."""
+    """Answers each step with its logged verdict. ``more`` finds that of a step that the log has yet to come to."""
 
     contract: ClassVar[str] = "executor/1"
     verdict: Verdict | None = None
+    more: Callable[[], None] | None = None
 
     def launch(self, *arguments: Any) -> Any:
         raise NotImplementedError("a replay has no workers")
@@ -217,6 +283,8 @@ class _LoggedExecutor(Executor):
         return message.step_id
 
     def collect(self, ticket: Ticket) -> Verdict:
+        if self.more is not None:
+            self.more()
         assert self.verdict is not None
         return self.verdict
 

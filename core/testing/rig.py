@@ -9,7 +9,7 @@ from hotswap.core.engine.clock import ManualClock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.engine.parts import Parts
-from hotswap.core.engine.setup import EngineSetup, references
+from hotswap.core.engine.setup import CacheRoom, EngineSetup, references
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.kv_transfer import KVTransfer, TransferLayout, TransferWorker
@@ -104,7 +104,8 @@ def make_rig(
         plan = replace(plan, transfer=transfer.configure(TransferLayout(info.cache_specs, plan, 1, clock.now)))
     executor.allocate(plan)
     limits = Limits(max_batch_tokens, max_running, max_model_len, lookahead, reuse_tail)
-    setup = EngineSetup(known, limits, depth, chained, 1, tuple(info.cache_specs), 0, constraints, plan.groups)
+    setup = EngineSetup(
+        known, limits, depth, chained, 1, CacheRoom(tuple(info.cache_specs), 0, constraints), plan.groups)
     loop = EngineLoop(Parts(scheduler, kv, executor, observers or ObserverHub()), limits, clock, depth, chained,
         Transfers(transfer))
     return Rig(loop, worker, executor, clock, Client(), setup)

@@ -1,21 +1,24 @@
 """Makes the decisions of a log again: the engine's host side is built as the log's header says, without its model."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from hotswap.core.engine.clock import ManualClock
-from hotswap.core.engine.setup import EngineSetup
+from hotswap.core.engine.setup import CacheRoom, EngineSetup, SwitchSetup
+from hotswap.core.engine.switch import Switch
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.kv_transfer import HANDOFF, KVTransfer, TransferLayout
-from hotswap.core.interfaces.kvcache import KVCacheManager
+from hotswap.core.interfaces.kvcache import CachePlan, KVCacheManager
 from hotswap.core.interfaces.scheduler import Scheduler
 from hotswap.core.registry import Registry
 from hotswap.core.testing.replay import Divergence, Replay
 from hotswap.lab.decisions.log import Event, Log
+
+Setup = TypeVar("Setup", EngineSetup, SwitchSetup)
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,9 @@ class Outcome:
 def replay(log: Log, registry: Registry | None = None) -> Outcome:
     """ConfigError where the log does not tell enough, or where a part that it names cannot be built here."""
     events = list(log.events())
-    stopped = next(_exchanges(events), None)
+    stopped = next((event for event in events if event["event"] == "switch_undone"), None)
     if stopped is not None:
-        events = events[: events.index(stopped)]
+        events = events[: _last_switch(events[: stopped["n"]])]
     again = build(log, events, registry or Registry())
     divergence = broke = None
     try:
@@ -49,17 +52,17 @@ def replay(log: Log, registry: Registry | None = None) -> Outcome:
     except Exception as error:  # whatever the parts raise when they are told what cannot be
         broke = f"behind step {again.loop.submitted}: {type(error).__name__}: {error}"
     why = None if stopped is None else (
-        f"{stopped['old']} gave way to {stopped['new']} behind step {again.loop.submitted}: a replay goes no further")
+        f"an exchange of parts was undone half way behind step {again.loop.submitted}: a replay goes no further")
     requests = sum(event["event"] == "arrival" for event in events)
     return Outcome(log.replica, again.steps, requests, divergence, broke, why, tuple(log.notes()))
 
 
 def build(log: Log, events: list[Event], registry: Registry) -> Replay:
     """The parts that the header names, configured as they were."""
-    setup = _setup(log)
+    setup = _read(EngineSetup, log, log.header.get("engine"), "the header's engine")
     scheduler: Scheduler = _part(log, setup, registry, Scheduler.kind)
     kv: KVCacheManager = _part(log, setup, registry, KVCacheManager.kind)
-    plan = kv.configure(setup.specs, setup.num_bytes, setup.constraints)
+    plan = _configure(kv, setup.room)
     if plan.groups != setup.groups:
         raise ConfigError(
             f"{kv.label} divides the memory otherwise here, {_told(plan.groups)}, than in the log, "
@@ -71,25 +74,45 @@ def build(log: Log, events: list[Event], registry: Registry) -> Replay:
             raise ConfigError(
                 f"{transfer.label} gets pages from other engines, whose answers are in no log: only engines that "
                 "neither hand over requests nor take them can be replayed.", log.name)
-        transfer.configure(TransferLayout(setup.specs, plan, setup.ranks, clock.now, setup.model))
+        transfer.configure(TransferLayout(setup.room.specs, plan, setup.ranks, clock.now, setup.model))
     return Replay(
-        events, scheduler, kv, setup.limits, setup.depth, setup.chained, transfer, setup.ranks, clock)
+        events, scheduler, kv, setup.limits, setup.depth, setup.chained, transfer, setup.ranks, clock,
+        lambda event: _switch(log, event, registry))
 
 
-def _exchanges(events: list[Event]) -> Iterator[Event]:
-    return (event for event in events if event["event"] == "exchange")
+def _switch(log: Log, event: Event, registry: Registry) -> Switch:
+    """What an exchange has put in place."""
+    setup = _read(SwitchSetup, log, event, f"event {event['n']}")
+    scheduler = kv = None
+    if Scheduler.kind in setup.replaced:
+        scheduler = _part(log, setup, registry, Scheduler.kind)
+    if KVCacheManager.kind in setup.replaced:
+        kv = _part(log, setup, registry, KVCacheManager.kind)
+        if setup.room is None:
+            raise ConfigError(f"event {event['n']} does not say what the new kvcache was configured with.", log.name)
+        _configure(kv, setup.room)
+    workers = (lambda: None) if setup.workers else None
+    return Switch(setup.limits, scheduler, kv, workers, workers, setup.keeps_pages)
 
 
-def _setup(log: Log) -> EngineSetup:
+def _last_switch(events: Sequence[Event]) -> int:
+    """The number of the last event that begins an exchange."""
+    return max(int(event["n"]) for event in events if event["event"] == "switch")
+
+
+def _configure(kv: KVCacheManager, room: CacheRoom) -> CachePlan:
+    return kv.configure(room.specs, room.num_bytes, room.constraints)
+
+
+def _read(kind: type[Setup], log: Log, value: Any, where: str) -> Setup:
     try:
-        return TypeAdapter(EngineSetup).validate_python(log.header.get("engine"))
+        return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, ("engine", *first["loc"])))
-        raise ConfigError(f"the header's {place}: {first['msg']}.", log.name) from error
+        problem = error.errors(include_url=False)[0]
+        raise ConfigError(f"{'.'.join(map(str, (where, *problem['loc'])))}: {problem['msg']}.", log.name) from error
 
 
-def _part(log: Log, setup: EngineSetup, registry: Registry, kind: str) -> Any:
+def _part(log: Log, setup: EngineSetup | SwitchSetup, registry: Registry, kind: str) -> Any:
     try:
         ref = ComponentRef.model_validate(setup.components[kind])
     except KeyError:

@@ -6,7 +6,8 @@ A request is in one of five phases at any time between arrival and end, so that 
 - *transfer*: it has started, and its pages are on their way from elsewhere.
 - *prefill*: it has started and has no token yet.
 - *decode*: from the first token on.
-- *preempted*: it was suspended, waits again, and computes or loads again what it had.
+- *preempted*: it was suspended, or lost its pages when parts were exchanged; it waits again, and computes or loads
+  again what it had.
 
 A phase that a step begins, begins when the step is submitted; one that a step ends, ends when it is collected.
 """
@@ -115,6 +116,8 @@ class Lives:
                 self._holds(event)
             case "verdict":
                 self._verdict(event, time)
+            case "exchange" if event["recomputed"]:
+                self._lose_pages(time)
             case "finish":
                 return self._finish(event, time)
         return None
@@ -162,6 +165,13 @@ class Lives:
             elif life.running and life.phase is Phase.PREEMPTED and computed >= life.computed:
                 life.enter(Phase.PREFILL, time)
             life.computed = max(life.computed, computed)
+
+    def _lose_pages(self, time: float) -> None:
+        """Parts were exchanged, and what runs has to be computed again."""
+        for life in self.live.values():
+            if life.running:
+                life.running = False
+                life.enter(Phase.PREEMPTED, time)
 
     def _finish(self, event: Event, time: float) -> Life | None:
         life = self.live.pop(event["id"], None)

@@ -60,7 +60,7 @@ class Story:
                 case "reset":
                     self._say(event["t"], "everything cached is forgotten")
                 case "exchange":
-                    self._say(event["t"], f"{event['old']} gives way to {event['new']}")
+                    self._exchange(event)
         self._lives.take(event)
         if alive and event["event"] == "finish" and event["id"] == self.request:
             again = f", after {event['preemptions']} suspensions" if event["preemptions"] else ""
@@ -87,8 +87,8 @@ class Story:
             elif reason.endswith(f" {self.request}"):
                 self._say(submitted, f"{victim} is suspended ({mode}): {reason}", step)
         for id, computed in event.get("resumes", ()):
-            if id == self.request:
-                again = " again" if self._lives.live[id].preemptions else ""
+            if id == self.request and not self._lives.live[id].running:  # else other workers are told of it
+                again = " again" if self._lives.live[id].phase is not Phase.QUEUE else ""
                 found = f"{computed} tokens that are there already" if computed else "nothing in the cache"
                 self._say(submitted, f"starts{again} with {found}", step)
         held = dict(event["holds"]).get(self.request)
@@ -97,6 +97,11 @@ class Story:
             self._served(event, submitted, row[1], row[2])
         elif not self._in_flight and not self._leaving:
             self._waits(event, held or NOT_LOOKED_AT)
+
+    def _exchange(self, event: Event) -> None:
+        back = f", which failed: {event['problem']}" if event["problem"] else ""
+        lost = ", and it loses its pages" if event["recomputed"] and self._lives.live[self.request].running else ""
+        self._say(event["t"], f"{event['new']} takes the place of {event['old']}{back}{lost}")
 
     def _served(self, event: Event, submitted: float, n_tokens: int, drafts: int) -> None:
         self._in_flight += 1

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 from pydantic import Field
 
 from hotswap.core.engine.pool import RequestState
-from hotswap.core.engine.setup import EngineSetup
+from hotswap.core.engine.setup import EngineSetup, SwitchSetup
 from hotswap.core.hooks import Observer, hookimpl
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import CacheUsage
@@ -129,6 +129,14 @@ class DecisionLog(Observer):
     @hookimpl
     def hotswap_pages_leaked(self, owners: dict[str, int], time: float) -> None:
         self._write("leak", time, owners=owners)
+
+    @hookimpl
+    def hotswap_switch_begins(self, switch: SwitchSetup, time: float) -> None:
+        self._write("switch", time, **switch.plain())
+
+    @hookimpl
+    def hotswap_switch_undone(self, time: float) -> None:
+        self._write("switch_undone", time)
 
     @hookimpl
     def hotswap_component_exchanged(

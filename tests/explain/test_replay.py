@@ -5,11 +5,14 @@ import random
 
 import pytest
 
+from hotswap.core.engine.switch import Switch, carry_out
 from hotswap.core.errors import ConfigError
 from hotswap.core.testing.kv_transfer_traffic import LateWorker
 from hotswap.core.testing.rig import build
 from hotswap.lab.decisions.again import replay
+from hotswap.lab.decisions.lives import Phase, lives
 from hotswap.lab.decisions.log import open_logs
+from hotswap.lab.decisions.story import chapters
 from hotswap.plugins.kv_transfer.copies import HostTierWorker, InOrder
 
 SCHEDULERS = ["static", "continuous", "chunked", "prefill_first"]
@@ -175,16 +178,80 @@ def test_whatever_differs_is_found(record, event, key, change, what):
     assert seen and outcome.divergence is not None and outcome.divergence.what == what
 
 
-def test_a_replay_stops_where_parts_were_exchanged_and_says_so(record):
+def exchange(recording, scheduler=None, kv=None, keeps_pages=True, **told):
+    """Exchange parts of the rig's loop, as an engine does between two turns."""
+    loop, room = recording.rig.loop, recording.rig.setup.room
+    if kv is not None:
+        kv.configure(room.specs, room.num_bytes, room.constraints)
+    effect = carry_out(loop, Switch(loop.limits, scheduler, kv, keeps_pages=keeps_pages, room=room))
+    recording.live.observers.notify("hotswap_component_exchanged", **{
+        "path": "kvcache" if kv else "scheduler", "kind": "kvcache" if kv else "scheduler", "old": "old", "new": "new",
+        "options": {}, "pause": effect.pause_s, "handed_over": effect.handed_over, "recomputed": effect.recomputed,
+        "problem": "", "time": recording.rig.clock.now(), **told})
+    return effect
+
+
+def busy(recording, seed):
+    """Leaves requests that run and wait."""
+    rng = random.Random(seed)
+    for number in range(12):
+        recording.rig.add(f"x{seed}-{number}", [7] * 13 + [rng.randrange(13) for _ in range(9)], 30)
+    for _ in range(8):
+        recording.rig.loop.turn()
+        recording.rig.clock.advance(0.001)
+    assert recording.rig.loop.pool.running and recording.rig.loop.pool.waiting
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_replay_goes_on_with_the_parts_that_were_exchanged(record, depth):
+    """Another scheduler, another order, a manager that takes the pages over, and one that does not."""
+    recording, effects = record(depth=depth, lookahead=2), []
+    for number, parts in enumerate((
+        {"scheduler": build("scheduler", "continuous")},
+        {"scheduler": build("scheduler", "chunked", policy="shortest_first")},
+        {"kv": build("kvcache", "radix")}, {"kv": build("kvcache", "prefix"), "keeps_pages": False},
+        {"kv": build("kvcache", "radix", eviction="lfu"), "scheduler": build("scheduler", "prefill_first")},
+    )):
+        busy(recording, number)
+        effects.append(exchange(recording, **parts))
+    recording.rig.run()
+    same(recording)
+    assert [bool(effect.handed_over) for effect in effects] == [False, False, True, False, True]
+    assert effects[3].recomputed
+    found = [event["event"] for event in map(json.loads, recording.path.read_text().splitlines())]
+    assert found.count("switch") == found.count("exchange") == 5
+
+
+def test_requests_that_lose_their_pages_in_an_exchange_are_preempted_by_it(record):
     recording = record()
-    recording.traffic(20)
-    recording.live.observers.notify(
-        "hotswap_component_exchanged", path="scheduler", kind="scheduler", old="scheduler:chunked",
-        new="scheduler:static", options={}, pause=0.0, handed_over=0, recomputed=0, problem="",
-        time=recording.rig.clock.now())
-    outcome = replay(recording.traffic(20, seed=9).stop())
+    busy(recording, 1)
+    running = set(recording.rig.loop.pool.running)
+    recording.rig.clock.advance(0.5)
+    exchange(recording, kv=build("kvcache", "radix"), keeps_pages=False)
+    recording.rig.run()
+    log = recording.stop()
+    found = {life.id: life for life in lives(log)}
+    assert running
+    for id in running:
+        assert found[id].seconds()[Phase.PREEMPTED] > 0
+        assert sum(found[id].seconds().values()) == pytest.approx(found[id].latency)
+        texts = [chapter.text for chapter in chapters(log, id)]
+        assert "new takes the place of old, and it loses its pages" in texts
+        assert any(text.startswith("starts again with") for text in texts)
+
+
+def test_a_replay_stops_before_an_exchange_that_was_undone_and_says_so(record):
+    recording = record()
+    busy(recording, 1)
+    kv = build("kvcache", "radix")
+    kv.adopt = None
+    with pytest.raises(TypeError):
+        exchange(recording, kv=kv)
+    recording.rig.run()
+    log = recording.stop()
+    outcome = replay(log)
     assert outcome.equal and 0 < outcome.steps < recording.rig.loop.steps
-    assert "scheduler:chunked gave way to scheduler:static behind step" in outcome.stopped
+    assert "an exchange of parts was undone half way behind step" in outcome.stopped
 
 
 @pytest.mark.parametrize(("change", "message"), [
