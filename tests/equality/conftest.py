@@ -18,8 +18,11 @@ import torch
 
 from hotswap.core.config import load_config
 from hotswap.core.engine.build import Built, build_engine
+from hotswap.core.errors import ConfigError
 from hotswap.core.hooks import Observer, hookimpl
 from hotswap.core.request import Request, RequestOutput, SamplingParams, TokenLogprob
+from hotswap.lab.decisions.again import replay
+from hotswap.lab.decisions.log import open_logs
 
 NEAR_TIE = 1e-3
 """Where the reference's best two logits are closer than this, either may be chosen."""
@@ -233,12 +236,14 @@ class Tiny:
 
 
 @pytest.fixture
-def run() -> Iterator[Any]:
-    """``run(config)`` starts an engine that is stopped after the test."""
+def run(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """``run(config)`` starts an engine that is stopped after the test. With ``--whole`` its decisions are logged, and
+    must be the same in a replay."""
     started: list[Running] = []
+    logs: list[Path] = []
 
     def start(config: dict[str, Any]) -> Running:
-        started.append(Running(config))
+        started.append(Running(add_log(request, config, logs)))
         return started[-1]
 
     yield start
@@ -249,6 +254,31 @@ def run() -> Iterator[Any]:
     if real:  # half a gigabyte of weights hangs in a ring of references, and Python counts objects, not bytes
         del running
         gc.collect()
+    assert_same_again(logs)
+
+
+def add_log(request: pytest.FixtureRequest, config: dict[str, Any], logs: list[Path]) -> dict[str, Any]:
+    """With ``--whole``: the config with an observer that logs decisions, to a file that is appended to ``logs``."""
+    if not request.config.getoption("--whole"):
+        return config
+    folder: Path = request.getfixturevalue("tmp_path")
+    logs.append(folder / f"decisions-{len(logs)}.jsonl")
+    log = {"use": "decision_log", "path": str(logs[-1]), "flush": False}
+    return {**config, "observers": [*config.get("observers", ["metrics"]), log]}
+
+
+def assert_same_again(paths: list[Path]) -> None:
+    """Every decision of engines that have been stopped comes out as it was logged."""
+    for path in paths:
+        if not list(path.parent.glob(f"{path.stem}*")):
+            continue  # what the test started was refused
+        for log in open_logs([path]):
+            try:
+                outcome = replay(log)
+            except ConfigError as error:  # an engine that works together with others
+                assert "whose answers are in no log" in str(error), error
+            else:
+                assert outcome.equal, outcome
 
 
 class Deployed:
@@ -370,17 +400,19 @@ class Deployed:
 
 
 @pytest.fixture
-def deploy() -> Iterator[Any]:
-    """``deploy(config)`` starts the engines of a deployment, which are stopped after the test."""
+def deploy(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """``deploy(config)`` starts the engines of a deployment, stopped after the test; ``--whole`` as above."""
     started: list[Deployed] = []
+    logs: list[Path] = []
 
     def start(config: dict[str, Any]) -> Deployed:
-        started.append(Deployed(config))
+        started.append(Deployed(add_log(request, config, logs)))
         return started[-1]
 
     yield start
     for deployed in started:
         deployed.built.engine.stop()
+    assert_same_again(logs)
 
 
 @pytest.fixture
