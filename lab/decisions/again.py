@@ -108,8 +108,9 @@ def _read(kind: type[Setup], log: Log, value: Any, where: str) -> Setup:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise ConfigError(f"{'.'.join(map(str, (where, *problem['loc'])))}: {problem['msg']}.", log.name) from error
+        problem: dict[str, Any] = dict(error.errors(include_url=False)[0])
+        place = ".".join(map(str, (where, *problem["loc"])))
+        raise ConfigError(f"{place}: {problem['msg']}.", log.name) from error
 
 
 def _part(log: Log, setup: EngineSetup | SwitchSetup, registry: Registry, kind: str) -> Any:
