@@ -118,6 +118,7 @@ def serve(arguments: dict[str, Any]) -> None:
     try:
         channel = connect(job.address, bytes.fromhex(job.secret), job.rank)
     except ChannelClosedError as error:
+        _clear(job.scratch)
         raise SystemExit(f"rank {job.rank}: nobody waits for it any more: {error}") from error
     frames: SimpleQueue[Frame] = SimpleQueue()
     Thread(target=_listen, args=(channel, frames, job.scratch), daemon=True).start()
@@ -163,9 +164,14 @@ def _listen(channel: Channel, frames: "SimpleQueue[Frame]", scratch: str | None)
             if frame.kind is Kind.STOP:
                 return
     except ChannelClosedError:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+        _clear(scratch)
         os._exit(1)
+
+
+def _clear(scratch: str | None) -> None:
+    """The executor has gone, perhaps by force: its directory goes, too."""
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _build(job: Job) -> tuple[Worker, DistributedMesh]:

@@ -15,6 +15,7 @@ from hotswap.core.errors import ConfigError, EngineStoppedError
 from hotswap.core.execution.channel import connect
 from hotswap.core.interfaces.kvcache import CachePlan, GroupPlan
 from hotswap.core.interfaces.messages import StepMessage
+from hotswap.core.interfaces.parallel import RankPlan
 from hotswap.core.interfaces.scheduler import Row
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,19 @@ def test_a_rank_that_fails_on_its_own_is_named_and_not_those_that_lose_it(launch
     told = capfd.readouterr().err
     assert told.count("Traceback") == 1
     assert "rank 1 has failed" in told
+
+
+def test_a_rank_whose_server_was_killed_before_it_came_says_so_and_clears_up(scratch):
+    from hotswap.plugins.parallel.rank import Job, job_arguments, serve
+
+    left = scratch / "hotswap-left"
+    left.mkdir()
+    job = Job(
+        2, f"unix:{left / 'ranks'}", bytes(32).hex(), f"file:{left / 'store'}", str(left), RankPlan(), "no:where", {},
+        "cpu", 1.0, logging.WARNING)
+    with pytest.raises(SystemExit, match=r"^rank 2: nobody waits for it any more: unix:.*No such file"):
+        serve(job_arguments(job))
+    assert not left.exists()
 
 
 def test_what_a_lost_neighbour_says_is_one_line_without_its_source():
