@@ -75,11 +75,11 @@ def blocks(minutes: float) -> Iterator[dict[str, Any]]:
         while (at := clock.now() - begin) < 60 * minutes:
             target.reset()
             steps.take()
-            neighbours = Neighbours()
+            neighbours = Neighbours(clock.now)
             stretch = run_load(
                 target, list(islice(items, size)), ClosedLoop(CONCURRENCY), clock.now, name=f"block {number}")
             yield {
-                "at": round(at, 4), "wall": stretch.wall, "disturbed": neighbours.cores(stretch.wall),
+                "at": round(at, 4), "wall": stretch.wall, "disturbed": neighbours.cores(),
                 "requests": [[r.sent, r.chunks[0][0], r.ended, r.prompt_tokens, r.output_tokens]
                              for r in stretch.records if r.error is None and r.chunks],
                 "steps": [[round(time - begin, 5), *rest] for time, *rest in steps.take()],
@@ -102,7 +102,7 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(arguments.out, "wt", encoding="utf-8") as file:
         json.dump(recorded, file, separators=(",", ":"))
-    shares = sorted(block["disturbed"] for block in recorded["blocks"])
+    shares = sorted(block["disturbed"] or 0.0 for block in recorded["blocks"])
     print(f"{arguments.out}: {len(shares)} blocks, median of cores used by others {shares[len(shares) // 2]:.2f}")
 
 

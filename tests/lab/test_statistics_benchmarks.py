@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "experiment"
 def folder(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("noise", "fake_engine", "simulate", "real_runs", "methods"):
+    for name in ("noise", "fake_engine", "simulate", "real_runs", "methods", "record_noise"):
         sys.modules.pop(name, None)
 
 
@@ -72,6 +72,20 @@ def test_simulated_experiments_find_what_is_there_and_nothing_else(slowdown, fou
             for seed in range(4)]
     named = [set(run.verdicts.values()) for run in runs]
     assert named.count({"worse"}) >= 3 if found else named.count(set()) >= 3
+
+
+@pytest.mark.real_model
+def test_noise_is_recorded_step_by_step():
+    module = importlib.import_module("record_noise")
+    running = module.blocks(5.0)
+    recorded = [next(running), next(running)]
+    running.close()
+    for block in recorded:
+        computed = sum(tokens for _, _, tokens, _ in block["steps"])
+        assert computed == sum(prompt + output - 1 for *_, prompt, output in block["requests"])
+        assert all(seconds > 0 for _, rows, _, seconds in block["steps"] if rows)
+        assert sum(seconds for *_, seconds in block["steps"]) <= block["wall"]
+    assert recorded[0]["steps"][-1][0] <= recorded[1]["at"] <= recorded[1]["steps"][0][0]
 
 
 def test_methods_err_as_often_as_they_claim_where_noise_is_tame():
