@@ -71,7 +71,7 @@ class Joined:
             rig.clock.advance(0.001)
         return any(did) or any(rig.loop.in_flight or rig.loop.pool.states for rig in self.both)
 
-    def run(self, most: int = 2000) -> None:
+    def run(self, most: int = 1200) -> None:
         for _ in range(most):
             self.hand_on()
             if not self.turn() and not self.between:

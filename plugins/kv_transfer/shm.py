@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.002
+LATE = 64
+"""After so many more transfers no reader of one that has ended is still under way."""
 ALIGNED = 64
 _HEADER = struct.Struct("<I")
 _SPANS = TypeAdapter(dict[str, tuple[int, int]])
@@ -47,9 +50,18 @@ class SharedMemoryTransfer(PeerTransfer):
     def address(self) -> dict[str, Any]:
         return {}
 
+    def __init__(self, options: Any = None, parts: Any = None) -> None:
+        super().__init__(options, parts)
+        self._settled: deque[str] = deque()
+
     def settled(self, key: str) -> None:
-        if self.folder is not None:
-            remove(self.folder, key)
+        """A reader that was late may leave a file that says so, which goes later."""
+        if self.folder is None:
+            return
+        remove(self.folder, key)
+        self._settled.append(key)
+        if len(self._settled) > LATE:
+            remove(self.folder, self._settled.popleft())
 
     def place(self) -> Path:
         return SHARED_MEMORY if SHARED_MEMORY.is_dir() else super().place()

@@ -31,6 +31,8 @@ class TestPrefix(KVCacheManagerSuite):
 
 
 class TestPrefixWithFirstInFirstOut(KVCacheManagerSuite):
+    machine_examples = 40
+
     def make_manager(self) -> KVCacheManager:
         return PrefixKVCache(parts={"eviction": FirstInFirstOut()})
 
@@ -56,6 +58,8 @@ class TestRadix(KVCacheManagerSuite):
 
 class TestRadixWithFirstInFirstOut(KVCacheManagerSuite):
     """Which wants to evict the first page of a sequence first: the trie gives it the last one instead."""
+
+    machine_examples = 40
 
     def make_manager(self) -> KVCacheManager:
         return RadixKVCache(parts={"eviction": FirstInFirstOut()})

@@ -20,12 +20,12 @@ TABLE = Grant({"full": GroupGrant(0, (1, 2))})
 class Pair:
     """The host halves of two engines, and their clock."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, use: str = "tcp") -> None:
+        self.now, self.use = 0.0, use
         self.keeper, self.reader = self.engine(), self.engine()
 
     def engine(self) -> PeerTransfer:
-        made = build("kv_transfer", "tcp")
+        made = build("kv_transfer", self.use)
         assert isinstance(made, PeerTransfer)
         made.configure(TransferLayout(
             (CacheSpec("full", (0,), 1, 1, 8),), CachePlan({"full": GroupPlan(9, 4)}), 1, lambda: self.now))
@@ -122,3 +122,18 @@ def test_a_table_of_the_newest_drops_the_oldest() -> None:
     assert (len(table), min(table)) == (REMEMBERED, 5)
     table[5] = "again"
     assert (len(table), table[5]) == (REMEMBERED, "again")
+
+
+def test_what_a_late_reader_leaves_goes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotswap.plugins.kv_transfer.shm.LATE", 3)
+    pair = Pair("shm")
+    keeper = pair.keeper
+    assert keeper.folder is not None
+    for number in range(10):
+        keeper.finished(Request(f"r{number}", PROMPT, SamplingParams()), PROMPT, TABLE, "handoff")
+        [work] = keeper.message(number)
+        keeper.ended(work["keep"], 0)
+        (keeper.folder / f"{work['key']}.done.late").touch()
+    assert len(list(keeper.folder.glob("*.done.late"))) == 3
+    keeper.close()
+    pair.reader.close()
