@@ -148,6 +148,7 @@ class Assembly:
                 transfer.close()
             raise
         made = Made(self._resolved, config, parts, info, cache_plan)
+        self._plans[name] = replace(plan, parts=Components({}))  # what is exchanged is to be let go
         self._built[name] = BuiltEngine(replica, engine, live, made, plan.around, ranks.across is not None)
         return engine
 

@@ -3,10 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from hotswap.core.blame import blame
 from hotswap.core.errors import ConfigError
+from hotswap.core.execution.layout import batch_layout
 from hotswap.core.execution.speculation import SpeculatorCache
 from hotswap.core.execution.static import GraphKey
-from hotswap.core.interfaces.attention import AttentionBackend, GraphLevel, GroupShape
+from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GraphLevel, GroupShape
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.speculator import Speculator, SpeculatorNeeds
 from hotswap.core.modeling.mesh import Mesh
@@ -80,3 +85,31 @@ def check_support(
         raise ConfigError(
             f"{attention.label} does not support what this model needs: {'; '.join(dict.fromkeys(problems))}. "
             "Choose another backend", "attention")
+
+
+def rehearse(attention: AttentionBackend, shapes: Mapping[str, GroupShape], device: str, dtype: str) -> None:
+    """Have ``attention`` attend a prompt, a decoding row and a chunk in pages of nobody's, before a request meets it:
+    ConfigError where it raises, or gives what is no number. Kernels are compiled meanwhile, beside serving."""
+    lengths, past = np.array([5, 1, 3]), np.array([0, 7, 2])
+    torch_dtype = getattr(torch, dtype)
+    for group, shape in shapes.items():
+        width = -(-8 // shape.page_size)
+        limits = BatchLimits(int(lengths.sum()), len(lengths), width, device, dtype)
+        tables = np.arange(1, 1 + len(lengths) * width, dtype=np.int32).reshape(len(lengths), width)
+        try:
+            with torch.inference_mode():
+                cache = attention.allocate(shape, 1 + tables.size, limits)
+                for tensor in cache:
+                    tensor.zero_()
+                state = attention.bind(group, shape, limits)
+                layout = batch_layout(lengths, past, {group: (tables, shape.page_size)}, device)
+                attention.plan(state, layout)
+                q, k = (torch.full((limits.max_tokens, heads, shape.head_dim), 0.5, dtype=torch_dtype, device=device)
+                        for heads in (shape.heads, shape.kv_heads))
+                out = torch.full_like(q, torch.nan)
+                attention.run(state, q, k, k.clone(), cache, out)
+        except Exception as error:
+            raise ConfigError(f"it has failed in a rehearsal: {blame(error, attention)}", "attention") from error
+        if not torch.isfinite(out).all():
+            raise ConfigError(
+                f"{attention.label} has given what is no number in a rehearsal with group {group!r}", "attention")

@@ -46,6 +46,11 @@ class SpeculatorCache:
         self._inputs: list[torch.Tensor] = []
         self.graphs: StepGraphs | None = None
 
+    def detach(self) -> None:
+        """It serves nobody until it is attached again."""
+        self._groups, self._table, self._cache, self.graphs = (), None, None, None
+        self._captured, self._inputs = None, []
+
     def attach(self, groups: Sequence[str], table: RequestTable, cache: PagedCache) -> None:
         self._groups, self._table, self._cache = tuple(groups), table, cache
 

@@ -17,7 +17,7 @@ from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
 from hotswap.core.execution.device import choose_device, choose_dtype, free_bytes, memory_errors
 from hotswap.core.execution.graphs import GraphDevice, StepGraphs, capturing_device, reserve_bytes
-from hotswap.core.execution.placed import Placed, check_needs, check_support, keys_for
+from hotswap.core.execution.placed import Placed, check_needs, check_support, keys_for, rehearse
 from hotswap.core.execution.runner import ModelRunner
 from hotswap.core.execution.speculation import Speculation, SpeculatorCache
 from hotswap.core.execution.static import GraphKey
@@ -102,7 +102,7 @@ class SharedModels:
 
     def __init__(self, engines: int = 1) -> None:
         self.engines = engines
-        self._lock, self._first = threading.Lock(), dict[tuple[str, ...], WorkerBuilder]()
+        self._lock, self._first = threading.Lock(), dict[tuple[str, ...], tuple[Model, LoadOnce]]()
 
     def join(self, builder: "WorkerBuilder") -> "WorkerBuilder":
         """``builder`` with the model of the first one that was alike in all that a loaded model depends on."""
@@ -110,8 +110,8 @@ class SharedModels:
         key = (str(checkpoint.path), checkpoint.revision, builder.model.ref.model_dump_json(), settings.device,
                settings.dtype)
         with self._lock:
-            first = self._first.setdefault(key, builder)
-        return replace(builder, model=first.model, loading=first.loading)
+            model, loading = self._first.setdefault(key, (builder.model, builder.loading))
+        return replace(builder, model=model, loading=loading)
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,21 @@ class ModelWorker:
             prepared = self._place(attention, speculator, keys)
             if self._mesh.is_first:
                 prepared = replace(prepared, speculator_bytes=speculator.load())
+        if attention is not now.attention:
+            self._rehearse(prepared)
         self._prepared = prepared
         return self._info(prepared)
+
+    def _rehearse(self, placed: Placed) -> None:
+        """With the page sizes that there are, where the backend takes them."""
+        allowed, needs = placed.attention.support().page_sizes, placed.needs
+        sizes = {
+            group: share.page_size if allowed is None or share.page_size in allowed else allowed[0]
+            for group, share in self._plan.groups.items()}
+        size = next(iter(sizes.values()))
+        shapes = self._model.attention_shapes(sizes) | {
+            group: replace(shape, page_size=size) for group, shape in needs.shapes.items()}
+        rehearse(placed.attention, shapes, self._settings.device, self._settings.dtype)
 
     @memory_errors()
     def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
@@ -279,7 +292,11 @@ class ModelWorker:
 
     def _forget_all(self) -> None:
         """All requests: they come again as new. A part that is exchanged back finds none of what it knew of them."""
-        residents, self._runner, self._table = list(self._table or ()), None, None
+        residents, runner = list(self._table or ()), self._runner
+        self._runner = self._table = None
+        self._placed.own_cache.detach()
+        if runner is not None:
+            runner.graphs = runner.draft_graphs = None  # which know the runner: its memory is wanted now
         for request in residents:
             self._chooser.end(request)
         try:
@@ -312,7 +329,7 @@ class ModelWorker:
                 self._transfer.register(pages, plan.transfer)
             if self._transfer.layerwise:
                 cache.watch_layers(self._transfer)
-        self._cache = cache
+        self._cache, self._plan = cache, plan
         self._table = table = RequestTable(plan, settings.max_running, max_tokens, lagging=own)
         self._placed.own_cache.attach(own, table, cache)
         self._accord = Accord(self._mesh, settings.device, needs.lookahead, meets=bool(needs.taps))

@@ -63,7 +63,7 @@ class InlineExecutor(Executor):
             raise RuntimeError("launch was called twice")
         self._closed = None
         built: Future[None] = Future()
-        self._thread = Thread(target=self._serve, args=(factory, plan, built), name="hotswap-worker", daemon=True)
+        self._thread = Thread(target=self._serve, args=([factory], plan, built), name="hotswap-worker", daemon=True)
         self._thread.start()
         built.result()
         info: WorkerInfo = self._put(lambda worker: worker.info()).result()
@@ -123,11 +123,11 @@ class InlineExecutor(Executor):
             self._jobs.put(_Job(run, result))
         return result
 
-    def _serve(self, factory: WorkerFactory, plan: RankPlan, built: Future[None]) -> None:
+    def _serve(self, factories: list[WorkerFactory], plan: RankPlan, built: Future[None]) -> None:
         """The thread: build the worker, run jobs in order, close. An exception belongs to its job; anything harder
         (SystemExit) ends the thread, and every job that waits is told."""
         try:
-            worker = factory(plan, 0)
+            worker = factories.pop()(plan, 0)  # which holds parts that may be exchanged
         except BaseException as error:
             self._closed = f"the worker could not be built: {error}"
             built.set_exception(error)

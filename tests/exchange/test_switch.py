@@ -16,7 +16,7 @@ POLICIES = ("fcfs", "priority", "shortest_first", "longest_prefix_first", "fair_
 MANAGERS = ("paged", "prefix", "radix", "contiguous")
 EVICTIONS = ("lru", "fifo", "lfu", "slru")
 LONGEST = 96
-TRIALS = 24
+TRIALS = 18
 
 
 class PlantedError(RuntimeError):
