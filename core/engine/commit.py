@@ -41,7 +41,7 @@ class Committer:
         self._end_transfers(verdict)
         self._lifecycle.parts.kv.on_fence(step.step_id)
         if trial is not None and step.states:
-            trial.steps_left -= 1
+            trial.collected(verdict.counts)
         return applied
 
     def _apply_rows(self, step: StepInFlight, rows: list[RowVerdict], now: float, applied: Applied) -> None:

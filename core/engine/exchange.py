@@ -20,6 +20,7 @@ from hotswap.core.engine.trial import Trial, TriedKV
 from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, Exchange
+from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
 
@@ -230,7 +231,10 @@ class EngineExchange:
             self._record(replaced, old, self._spare)
             self._tell(undone, problem)
 
-        trial = loop.lifecycle.trial = Trial(settle, revert, kv=kv is not None, workers=workers is not None)
+        proposer = self._on_workers().get(Speculator.kind)
+        trial = loop.lifecycle.trial = Trial(
+            settle, revert, kv=kv is not None, workers=workers is not None,
+            speculator="" if proposer is None else proposer.label)
         if kv is not None:
             loop.parts.kv = TriedKV.around(kv, trial)
         return trial, effect

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from hotswap.core.blame import blame
@@ -16,14 +16,17 @@ TRIAL_STEPS = 8
 
 class Trial:
     """Runs on the loop's thread. ``kv`` and ``workers``: parts of these are on trial; a scheduler always is, the old
-    one, too, since it has to get on with the others. ``settle`` lets the old parts go, ``revert`` brings them back: it
-    is told the problem, and whether what runs can only be computed again.
+    one, too, since it has to get on with the others. ``speculator``: the new one's label, empty where there is none.
+    ``settle`` lets the old parts go, ``revert`` brings them back: it is told the problem, and whether what runs can
+    only be computed again.
     """
 
     def __init__(
         self, settle: Callable[[], None], revert: Callable[[str, bool], None], *, kv: bool, workers: bool,
+        speculator: str = "",
     ) -> None:
         self._settle, self._revert, self._kv, self._workers = settle, revert, kv, workers
+        self._speculator = speculator
         self.steps_left = TRIAL_STEPS
         self.problem: str | None = None
         self.void = False
@@ -42,6 +45,12 @@ class Trial:
             self._lost = self.void = True
             self.problem = self.problem or problem
         return self._workers
+
+    def collected(self, counts: Mapping[str, int]) -> None:
+        """A step with rows. A speculator that fails costs no request anything; a new one has to go all the same."""
+        self.steps_left -= 1
+        if self._speculator and counts.get("dropped_proposals"):
+            self.fail(f"{self._speculator} made no proposal, or none that makes sense; the log says why")
 
     def ends(self) -> bool:
         """Once a turn, with nothing half done: whether the trial is over, one way or the other."""
