@@ -148,17 +148,20 @@ def test_what_requests_of_a_block_share_they_share_behind_a_new_beginning(script
         assert [record.cached_tokens for record in block.requests] == [0, 8, 8, 8]
 
 
-def test_blocks_are_as_long_as_asked_for(script):
-    measured = run({"base": script(0.01), "b": script(0.03)}, block={"seconds": 0.3}, pairs=2, load={"concurrency": 1})
+def test_blocks_are_as_long_as_the_slowest_arm_makes_them(script):
+    wanted = 0.3
+    arms = {"base": script(0.01), "b": script(0.03)}
+    measured = run(arms, block={"seconds": wanted}, pairs=2, load={"concurrency": 1})
     walls = {arm: [b.wall for b in measured.blocks if b.arm == arm] for arm in ("base", "b")}
-    assert all(0.2 < wall < 0.8 for wall in walls["b"]), walls
-    assert all(wall < 0.5 for wall in walls["base"]), "the slowest arm sets the number of requests"
+    sizes = {len(block.requests) for block in measured.blocks}
+    assert len(sizes) == 1 and sizes.pop() <= wanted / 0.03, "no more than the slowest arm can answer in that time"
+    assert all(wall < sum(walls["b"]) / 2 for wall in walls["base"]), "which the other does in less"
 
 
 def test_the_time_is_kept_and_quads_are_whole(script):
     begin = NOW()
     measured = run({"base": script(0.02), "b": script(0.02)}, pairs=None, minutes=0.02)
-    assert NOW() - begin < 3
+    assert NOW() - begin < 10
     assert measured.stopped == "time is over" and not measured.partial
     assert len(measured.pairs["b"]) % 2 == 0
 
