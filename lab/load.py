@@ -6,6 +6,7 @@ requests in flight. Both are one loop: requests become due, and at most so many 
 """
 
 import heapq
+import math
 import queue
 import random
 from collections import defaultdict
@@ -196,6 +197,9 @@ class _Run:
 
     def _cut_off(self) -> list[Flight]:
         """The window has closed: abort what is under way, so that the next stretch begins on an idle target."""
+        for flight in list(self._flying.values()):  # those that have ended in time, and were not taken note of yet
+            if flight.ending is not None and flight.ending.time - self._origin <= (self._window or math.inf):
+                self._done.append(self._flying.pop(flight.index))
         cut = [flight.frozen() for flight in self._flying.values()]
         elapsed = self._elapsed()
         cut += [
