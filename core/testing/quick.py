@@ -14,5 +14,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cls in classes:
         names = {f"{base.__module__}:{base.__qualname__}" for base in cls.__mro__}
         for part in SUITES.values():
-            for attribute, value in part.quick.items() if part.suite in names else ():
+            for attribute, value in part.quick.items() if names.intersection(part.suites) else ():
                 setattr(cls, attribute, min(value, getattr(cls, attribute)))

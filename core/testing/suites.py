@@ -1,7 +1,7 @@
 """Which suite tests which kind, and how little of its random lives is enough for a quick look."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -9,11 +9,20 @@ from typing import Any
 @dataclass(frozen=True)
 class KitPart:
     """``suite`` is "module:Class", to be subclassed; ``maker`` the method that a subclass must write, which returns a
-    new component. ``quick``: attributes of the suite that make its run short."""
+    new component. ``instead``: by what a component offers, the suite that tests such a one. ``quick``: attributes of
+    the suites that make their run short."""
 
     suite: str
     maker: str
     quick: Mapping[str, Any] = field(default_factory=dict)
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def suites(self) -> list[str]:
+        return [self.suite, *self.instead.values()]
+
+    def suite_for(self, offers: Collection[str]) -> str:
+        return next((suite for offer, suite in self.instead.items() if offer in offers), self.suite)
 
     def load(self) -> type:
         module, _, name = self.suite.partition(":")
@@ -30,7 +39,9 @@ SUITES: dict[str, KitPart] = {
     "queue_policy": _part("queue_policy", "QueuePolicySuite", "make_policy", machine_examples=4),
     "kvcache": _part("kvcache", "KVCacheManagerSuite", "make_manager", machine_examples=8),
     "eviction_policy": _part("eviction", "EvictionPolicySuite", "make_policy", machine_examples=40),
-    "kv_transfer": _part("kv_transfer", "KVTransferSuite", "make", trials=8),
+    "kv_transfer": replace(
+        _part("kv_transfer", "KVTransferSuite", "make", trials=8),
+        instead={"handoff": "hotswap.core.testing.kv_handoff:KVHandoffSuite"}),
     "attention": _part("attention", "AttentionSuite", "make_backend"),
     "speculator": _part("speculator", "SpeculatorSuite", "make_speculator"),
     "logits_processor": _part("logits", "LogitsProcessorSuite", "make_processor", cases=12),

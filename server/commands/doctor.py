@@ -176,7 +176,8 @@ def _description(patient: Patient) -> tuple[Health, str]:
 
 
 def _kit(patient: Patient) -> tuple[Health, str]:
-    report = run_kit(patient.entry.kind, patient.use, patient.options)
+    offers = patient.build().describe().offers
+    report = run_kit(patient.entry.kind, patient.use, patient.options, offers)
     if report.skipped:
         return Health.SKIPPED, report.skipped
     if report.failures:

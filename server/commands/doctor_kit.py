@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,12 +76,12 @@ class KitReport(NamedTuple):
     skipped: str = ""
 
 
-def run_kit(kind: str, use: str, options: Mapping[str, Any]) -> KitReport:
-    """``use`` is "distribution:name"."""
+def run_kit(kind: str, use: str, options: Mapping[str, Any], offers: Collection[str] = ()) -> KitReport:
+    """``use`` is "distribution:name"; ``offers`` is what the component describes."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         return KitReport(skipped=f"{' and '.join(missing)} not installed: pip install 'hotswap[kit]'")
     part = SUITES[kind]
-    module, _, suite = part.suite.partition(":")
+    module, _, suite = part.suite_for(offers).partition(":")
     text = _TESTS.format(
         module=module, suite=suite, maker=part.maker, kind=kind, use=use, options=dict(options)) + _MORE.get(kind, "")
     with TemporaryDirectory(prefix="hotswap-doctor-") as folder:

@@ -128,6 +128,24 @@ def test_one_that_is_well_passes_every_check_and_the_kit(doctor):
     assert re.fullmatch(r"7 checks in \d+\.\d s", found["kit"][1])
 
 
+def test_a_transfer_between_engines_is_held_against_the_suite_of_such(doctor, monkeypatch):
+    """Checks of reuse by tokens do not concern it; its own are run in tests/transfers."""
+    from hotswap.core.testing.suites import SUITES
+    from hotswap.server.commands import doctor as module
+    from hotswap.server.commands.doctor_kit import KitReport
+
+    suites = []
+
+    def note(kind, use, options, offers):
+        suites.append(SUITES[kind].suite_for(offers))
+        return KitReport(checks=1)
+
+    monkeypatch.setattr(module, "run_kit", note)
+    for use in ("tcp", "host"):
+        assert doctor(f"kv_transfer:{use}", kit=True)[1]["kit"][0] == "ok"
+    assert [suite.partition(":")[2] for suite in suites] == ["KVHandoffSuite", "KVTransferSuite"]
+
+
 def test_a_fault_is_told_by_the_name_of_the_check_that_found_it(doctor):
     code, found = doctor("router:favourite", kit=True)
     assert code == 1

@@ -40,7 +40,7 @@ class Peer(KVHandoffSuite):
     trials = 8
 
     def make(self) -> KVTransfer:
-        made: KVTransfer = build("kv_transfer", self.use, hold_s=self.hold_s, timeout_s=0.5)
+        made: KVTransfer = build("kv_transfer", self.use, timeout_s=0.5)
         return made
 
 

@@ -121,7 +121,7 @@ def run(transfer: type[TcpTransfer], test: str, *arguments: Any) -> None:
         trials = 3
 
         def make(self) -> TcpTransfer:
-            return transfer(TcpOptions(hold_s=self.hold_s, timeout_s=0.5))
+            return transfer(TcpOptions(timeout_s=0.5))
 
     suite = Suite()
     suite._opened = []
