@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from hotswap.core.config import ResolvedConfig, load_config
 from hotswap.core.engine.build import build_engine
-from hotswap.core.execution.worker import SharedModels
+from hotswap.core.execution.builder import SharedModels
 from hotswap.lab.plan import ArmPlan, Plan, named
 from hotswap.lab.run import Arm
 from hotswap.lab.targets.engine import EngineTarget

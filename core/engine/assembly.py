@@ -39,7 +39,7 @@ from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
 
 if TYPE_CHECKING:
-    from hotswap.core.execution.worker import SharedModels, WorkerBuilder
+    from hotswap.core.execution.builder import SharedModels, WorkerBuilder
     from hotswap.core.modeling.checkpoint import Checkpoint
 
 
@@ -171,9 +171,10 @@ class Assembly:
     def _worker_factory(self, plan: _Plan, replica: Replica) -> "WorkerBuilder":
         """Where engines of one rank run in this process, and several threads may run one model at once, they share it:
         its weights are loaded once."""
+        from hotswap.core.execution.builder import WorkerBuilder
         from hotswap.core.execution.device import place
         from hotswap.core.execution.graphs import choose_keys
-        from hotswap.core.execution.worker import WorkerBuilder, WorkerSettings
+        from hotswap.core.execution.settings import WorkerSettings
 
         config, parts = plan.config, plan.parts
         notes = self.notes if replica.index == 0 else []

@@ -25,7 +25,7 @@ from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
 
 if TYPE_CHECKING:
-    from hotswap.core.execution.worker import SharedModels
+    from hotswap.core.execution.builder import SharedModels
     from hotswap.core.modeling.checkpoint import Checkpoint
 
 RANKS_TIMEOUT_S = 5.0
@@ -142,7 +142,7 @@ def build_engine(
 
     ``models``: what engines of this process have loaded already. One that can share their weights does so.
     """
-    from hotswap.core.execution.worker import SharedModels
+    from hotswap.core.execution.builder import SharedModels
 
     config, registry = resolved.config, Registry()
     parts = check_config(config, registry)

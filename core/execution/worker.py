@@ -1,187 +1,40 @@
 """One rank: a loaded model, its cache and its runner, behind the Worker protocol."""
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hotswap.core.engine.clock import SystemClock
 from hotswap.core.errors import ConfigError
 from hotswap.core.execution.accord import Accord
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
-from hotswap.core.execution.device import choose_device, choose_dtype, free_bytes, memory_errors
+from hotswap.core.execution.device import free_bytes, memory_errors
 from hotswap.core.execution.graphs import GraphDevice, StepGraphs, capturing_device, reserve_bytes
 from hotswap.core.execution.placed import Placed, check_needs, check_support, keys_for, rehearse
 from hotswap.core.execution.runner import ModelRunner
+from hotswap.core.execution.settings import WorkerSettings
 from hotswap.core.execution.speculation import Speculation, SpeculatorCache
 from hotswap.core.execution.static import GraphKey
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
 from hotswap.core.interfaces.component import Component, ComponentRef
-from hotswap.core.interfaces.kv_transfer import AxisShard, KVTransfer, TransferWorker
+from hotswap.core.interfaces.kv_transfer import AxisShard, TransferWorker
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import Model, ModelFacts
-from hotswap.core.interfaces.parallel import RankPlan, RankReport, WorkerInfo, WorkerRecipe
+from hotswap.core.interfaces.parallel import RankReport, WorkerInfo
 from hotswap.core.interfaces.speculator import DraftRow, Drawn, Speculator, SpeculatorServices
 from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 
 if TYPE_CHECKING:
-    from hotswap.core.config import Config
     from hotswap.core.modeling.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """``dtype`` and ``device`` are torch's names. ``num_threads``: None leaves torch's choice. ``memory_fraction``: how
-    much of the memory that is free once weights are loaded may go to cache and activations. ``graphs``: the steps to
-    capture; ``needs_graphs``: a worker that cannot is refused. ``progress``: show bars where stderr is a terminal.
-    ``fallback``: the component for a speculator's model of an architecture that has none."""
-
-    dtype: str
-    device: str
-    max_model_len: int
-    max_batch_tokens: int
-    max_running: int
-    num_threads: int | None = None
-    memory_fraction: float = 0.85
-    graphs: tuple[GraphKey, ...] = ()
-    needs_graphs: bool = False
-    progress: bool = False
-    fallback: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "graphs", tuple(GraphKey(*key) for key in self.graphs))  # from JSON they come as lists
-
-    @classmethod
-    def choose(
-        cls, config: "Config", checkpoint: "Checkpoint", max_model_len: int, notes: list[str],
-    ) -> "WorkerSettings":
-        """Resolve what the config leaves to us; ``notes`` gets each choice with its reason. ConfigError."""
-        device = choose_device(config.device, notes)
-        dtype = choose_dtype(config.dtype, checkpoint.config, device, notes)
-        scheduler, threads = config.scheduler, config.execution.num_threads
-        return cls(
-            dtype, device, max_model_len, scheduler.max_batch_tokens, scheduler.max_running, threads,
-            progress=checkpoint.progress, fallback=config.model.fallback)
-
-
-class LoadOnce:
-    """Of the workers that run one model in one process, the first builds and loads it, and the others wait for that."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._built = False
-        self._weight_bytes: int | None = None
-
-    def build(self, build: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._built:
-                build()
-                self._built = True
-
-    def load(self, load: Callable[[], int]) -> int:
-        """``load`` returns the bytes of the weights; so does this, every time."""
-        with self._lock:
-            if self._weight_bytes is None:
-                self._weight_bytes = load()
-            return self._weight_bytes
-
-
-class SharedModels:
-    """The models of a process, each built and loaded once for all engines that can share it. ``engines``: how many will
-    run beside one another; each gets that part of the memory."""
-
-    def __init__(self, engines: int = 1) -> None:
-        self.engines = engines
-        self._lock, self._first = threading.Lock(), dict[tuple[str, ...], tuple[Model, LoadOnce]]()
-
-    def join(self, builder: "WorkerBuilder") -> "WorkerBuilder":
-        """``builder`` with the model of the first one that was alike in all that a loaded model depends on."""
-        checkpoint, settings = builder.checkpoint, builder.settings
-        key = (str(checkpoint.path), checkpoint.revision, builder.model.ref.model_dump_json(), settings.device,
-               settings.dtype)
-        with self._lock:
-            model, loading = self._first.setdefault(key, (builder.model, builder.loading))
-        return replace(builder, model=model, loading=loading)
-
-
-@dataclass(frozen=True)
-class WorkerBuilder:
-    """A :class:`WorkerFactory`: it builds and loads the worker where it is called. ``loading`` is that of every builder
-    with the same ``model``."""
-
-    checkpoint: "Checkpoint"
-    model: Model
-    attention: AttentionBackend
-    speculator: Speculator
-    processors: Sequence[LogitsProcessor]
-    settings: WorkerSettings
-    clock: Callable[[], float] | None = None
-    loading: LoadOnce = field(default_factory=LoadOnce)
-    transfer: KVTransfer | None = None
-
-    def __call__(self, plan: RankPlan, rank: int, mesh: Mesh | None = None) -> "ModelWorker":
-        mesh, model = mesh or LOCAL_MESH, self.model
-        settings = replace(self.settings, device=mesh.place(self.settings.device))
-        if plan.world_size != 1 and mesh.alone:
-            raise ConfigError(
-                f"the strategies ask for {plan.world_size} ranks, but the executor gives one; choose an executor that "
-                "starts processes, or leave the list empty", "parallel")
-        if settings.num_threads is not None:
-            torch.set_num_threads(settings.num_threads)  # a property of the calling thread
-        self.loading.build(lambda: self._build(mesh, settings))
-        check_support(self.attention, model.attention_shapes({}), settings.device, settings.dtype)
-        worker = ModelWorker(  # before the weights, since a speculator may refuse the target
-            model, model.facts(self.checkpoint.config), self.attention, self.speculator, self.processors, settings,
-            self.clock or SystemClock().now, mesh, rank, self.checkpoint,
-            self.transfer.worker() if self.transfer is not None else None)
-        worker.loaded(self.loading.load(self._load))
-        return worker
-
-    def _build(self, mesh: Mesh, settings: WorkerSettings) -> None:
-        self.model.build(self.checkpoint.config, mesh, getattr(torch, settings.dtype), settings.device)
-
-    def _load(self) -> int:
-        with self.checkpoint.weights() as weights:
-            self.model.load(weights)
-        return int(weights.taken * getattr(torch, self.settings.dtype).itemsize)
-
-    def recipe(self) -> WorkerRecipe:
-        parts: dict[str, Component | Sequence[Component]] = {
-            "model": self.model, "attention": self.attention, "speculator": self.speculator,
-            "processors": self.processors, "transfer": [self.transfer] if self.transfer is not None else []}
-        refs = {
-            name: [item.ref.model_dump() for item in part] if isinstance(part, Sequence) else part.ref.model_dump()
-            for name, part in parts.items()}
-        return WorkerRecipe(f"{__name__}:builder_from", {
-            "checkpoint": str(self.checkpoint.path), "parts": refs, "settings": asdict(self.settings)},
-            self.settings.device)
-
-
-def builder_from(arguments: Mapping[str, Any]) -> WorkerBuilder:
-    """The other end of :meth:`WorkerBuilder.recipe`. ConfigError where this process finds less than the other did."""
-    from hotswap.core.modeling.checkpoint import open_checkpoint
-    from hotswap.core.registry import Registry
-
-    registry, parts = Registry(), arguments["parts"]
-
-    def build(kind: str, ref: Mapping[str, Any]) -> Any:
-        return registry.build(kind, ComponentRef(**ref), kind)
-
-    return WorkerBuilder(
-        open_checkpoint(arguments["checkpoint"], progress=False), build("model", parts["model"]),
-        build("attention", parts["attention"]), build("speculator", parts["speculator"]),
-        [build("logits_processor", ref) for ref in parts["processors"]], WorkerSettings(**arguments["settings"]),
-        transfer=next((build("kv_transfer", ref) for ref in parts["transfer"]), None))
 
 
 class ModelWorker:

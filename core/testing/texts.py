@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotswap.core.execution.worker import WorkerBuilder, WorkerSettings, model_for
+from hotswap.core.execution.builder import WorkerBuilder
+from hotswap.core.execution.settings import WorkerSettings
+from hotswap.core.execution.worker import model_for
 from hotswap.core.interfaces.kvcache import CachePlan, Grant, GroupGrant, GroupPlan
 from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage
 from hotswap.core.interfaces.parallel import RankPlan

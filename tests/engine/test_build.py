@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hotswap.core.config import load_config
 from hotswap.core.engine.build import build_engine
 from hotswap.core.errors import ConfigError
-from hotswap.core.execution.worker import SharedModels
+from hotswap.core.execution.builder import SharedModels
 from hotswap.core.request import Request, SamplingParams
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hotswap.core.execution.worker import ModelWorker, WorkerSettings
+from hotswap.core.execution.settings import WorkerSettings
+from hotswap.core.execution.worker import ModelWorker
 from hotswap.core.interfaces.attention import GroupShape
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec, Grant, GroupGrant, GroupPlan
 from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage

@@ -7,7 +7,8 @@ import torch
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.execution.placed import check_support
-from hotswap.core.execution.worker import ModelWorker, WorkerSettings
+from hotswap.core.execution.settings import WorkerSettings
+from hotswap.core.execution.worker import ModelWorker
 from hotswap.core.interfaces.attention import AttentionSupport, GroupShape
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import StepMessage

@@ -11,8 +11,9 @@ from hotswap.core.config.schema import Config
 from hotswap.core.errors import ConfigError
 from hotswap.core.execution import graphs, worker
 from hotswap.core.execution.graphs import choose_keys, default_sizes, reserve_bytes
+from hotswap.core.execution.settings import WorkerSettings
 from hotswap.core.execution.static import GraphKey, StaticBatch
-from hotswap.core.execution.worker import ModelWorker, WorkerSettings
+from hotswap.core.execution.worker import ModelWorker
 from hotswap.core.interfaces.attention import AttentionSupport, GraphLevel
 from hotswap.core.interfaces.kv_transfer import TransferWorker
 from hotswap.core.interfaces.model import ModelFacts

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hotswap.core.execution.worker import WorkerBuilder, WorkerSettings
+from hotswap.core.execution.builder import WorkerBuilder
+from hotswap.core.execution.settings import WorkerSettings
 from hotswap.core.interfaces.parallel import RankPlan
 from hotswap.core.modeling.checkpoint import open_checkpoint
 from hotswap.plugins.attention.torch_sdpa import TorchAttention

@@ -110,7 +110,9 @@ def load_target() -> Any:
 @pytest.fixture(scope="session")
 def make_worker() -> Any:
     """``make_worker(path, speculator, **settings)``: a loaded worker with pages for 300 requests."""
-    from hotswap.core.execution.worker import WorkerBuilder, WorkerSettings, model_for
+    from hotswap.core.execution.builder import WorkerBuilder
+    from hotswap.core.execution.settings import WorkerSettings
+    from hotswap.core.execution.worker import model_for
     from hotswap.core.interfaces.kvcache import CachePlan, GroupPlan
     from hotswap.core.interfaces.parallel import RankPlan
     from hotswap.core.modeling.checkpoint import open_checkpoint
