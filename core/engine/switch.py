@@ -194,11 +194,10 @@ def _recompute(work: _Work, running: Sequence[RequestState]) -> None:
     """Requests that have given up their pages wait again."""
     lifecycle = work.loop.lifecycle
     for state in running:
-        lifecycle.transfers.detach(state)
         lifecycle.pool.pause(state, WAITING)
         if state.on_worker:
             lifecycle.drops.append(state.id)
-        state.on_worker, state.computed, state.verified, state.told = False, 0, 0, 0
+        state.on_worker, state.computed, state.verified = False, 0, 0
         work.again.append(state)
 
 

@@ -4,6 +4,8 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.engine.switch import Switch, carry_out
 from hotswap.core.errors import KVInvariantError
@@ -252,3 +254,65 @@ def test_a_prefix_that_was_handed_over_is_found():
         rig.add("b", list(range(12)) * 2, 2)
         rig.run()
         assert rig.client.last("b").cached_tokens == 20
+
+
+def successor(rig: Rig, name: str, **options: Any) -> KVCacheManager:
+    kv: KVCacheManager = build("kvcache", name, **options)
+    kv.configure(rig.worker.info().cache_specs, 0, CacheConstraints(128, 8, page_size=4, num_pages=64))
+    return kv
+
+
+def test_children_stay_with_their_parent_where_the_new_parts_fork_too():
+    rig = make_rig(page_size=4, max_batch_tokens=8)
+    for name in ("parent", "child", "other"):
+        rig.add(name, list(range(12)) * 3, 5, fork_of=None if name == "parent" else "parent")
+    rig.loop.turn()
+    carry_out(rig.loop, Switch(rig.loop.limits, build("scheduler", "continuous"), successor(rig, "radix")))
+    assert len(rig.loop.pool.states["parent"].held) == 2
+    rig.run()
+    computed = sum(row.n_tokens for message in rig.executor.messages for row in message.rows)
+    assert computed == 36 + 4 + 2 * (1 + 4), "the prompt once, and of each child its last token"
+
+
+def test_pages_that_become_full_after_a_hand_over_are_found():
+    """The old manager had no use for them, so that it did not ask to be told."""
+    rig = make_rig(kv="paged", page_size=4, depth=2)
+    request = rig.add("a", [1, 2, 3, 4, 5], 80)
+    for _ in range(3):
+        rig.loop.turn()
+    carry_out(rig.loop, Switch(rig.loop.limits, kv=successor(rig, "prefix")))
+    for _ in range(40):
+        rig.loop.turn()
+    rig.add("b", [1, 2, 3, 4, 5, *expected(request)[:23]], 2)
+    rig.run()
+    assert rig.client.last("b").cached_tokens == 24
+
+
+def test_what_waits_again_when_an_exchange_is_undone_is_told_to_the_old_scheduler():
+    rig = make_rig(page_size=4)
+    requests = [rig.add(name, [1, 2, 3], 9) for name in "abc"]
+    rig.loop.turn()
+    kv, scheduler = successor(rig, "paged"), build("scheduler", "continuous")
+    kv.adopt = raising(KVInvariantError)  # type: ignore[method-assign]
+    scheduler.admit = raising(PlantedError)
+    with pytest.raises(PlantedError):
+        carry_out(rig.loop, Switch(rig.loop.limits, scheduler, kv))
+    assert rig.loop.parts.kv.name == "prefix"
+    assert rig.loop.pool.waiting == 3
+    rig.run()
+    assert [rig.client.tokens(request.id) for request in requests] == [expected(request) for request in requests]
+    assert_clean(rig)
+
+
+def test_a_request_that_lost_its_pages_and_is_given_up_leaves_the_workers():
+    rig = make_rig(page_size=4)
+    for name in "ab":
+        rig.add(name, [1, 2, 3], 9)
+    rig.loop.turn()
+    kv = successor(rig, "paged")
+    kv.adopt = raising(KVInvariantError)  # type: ignore[method-assign]
+    assert carry_out(rig.loop, Switch(rig.loop.limits, kv=kv)).recomputed == 2
+    rig.loop.abort("a")
+    rig.run()
+    assert rig.client.endings("a") == ["abort"]
+    assert_clean(rig)
