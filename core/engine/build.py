@@ -61,9 +61,13 @@ class Built:
         """That of the first engine."""
         return self.engines[0].cache_plan
 
-    @property
+    @cached_property
     def request_options(self) -> dict[str, type[RequestOptions]]:
-        """Per live component that reads a part of a request's ``extra``: the model of that part."""
+        """Per live component that reads a part of a request's ``extra``: the model of that part. The same mapping
+        always, which an exchange brings up to date."""
+        return self._request_options()
+
+    def _request_options(self) -> dict[str, type[RequestOptions]]:
         return {
             component.name: component.RequestOptions
             for live in (self.components, self.fronts) for component in live if component.RequestOptions is not None
@@ -82,7 +86,13 @@ class Built:
 
     def exchange(self, sets: Iterable[str], replica: str | None = None) -> list[Report]:
         """Exchange parts while serving, see :meth:`Exchanger.exchange`."""
-        return self._exchanger.exchange(sets, replica)
+        try:
+            return self._exchanger.exchange(sets, replica)
+        finally:
+            options = self._request_options()
+            self.request_options.update(options)
+            for gone in self.request_options.keys() - options.keys():
+                del self.request_options[gone]
 
     def effective(self) -> dict[str, Any]:
         """The config that holds now, as :meth:`ResolvedConfig.effective` gives it: the first engine's."""

@@ -101,6 +101,7 @@ PLANTED = '''
 from dataclasses import replace
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.interfaces.scheduler import Row, StepPlan
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 from hotswap.plugins.kvcache.prefix import PrefixKVCache
@@ -121,7 +122,12 @@ class Fuse:
             raise RuntimeError("planted")
 
 
-class Own(ContinuousScheduler): ...
+class Asked(RequestOptions):
+    soon: bool = False
+
+
+class Own(ContinuousScheduler):
+    RequestOptions = Asked
 
 
 class PlanRaises(Fuse, ContinuousScheduler):
@@ -340,6 +346,7 @@ def test_parts_of_a_stranger_s_package_and_other_sizes_are_exchanged(loaded, set
     assert report.proven
     assert bool(report.effect.recomputed) is recomputed
     assert engine.generate(prompts, TOKENS) == expected
+    assert ("Own" in engine.built.request_options) is ("scheduler=Own" in sets), "what requests may ask of it"
     assert engine.hearing.heard == [(part.old, part.new, "") for part in report.parts]
     for text in sets:
         path, _, value = text.partition("=")

@@ -316,3 +316,17 @@ def test_a_request_that_lost_its_pages_and_is_given_up_leaves_the_workers():
     rig.run()
     assert rig.client.endings("a") == ["abort"]
     assert_clean(rig)
+
+
+def test_a_successor_is_told_every_token_though_commits_are_put_off():
+    rig, told = make_rig(page_size=16), []
+    rig.add("a", [1, 2, 3], 12)
+    for _ in range(6):
+        rig.loop.turn()
+    kv = build("kvcache", "paged")
+    kv.configure(rig.worker.info().cache_specs, 0, CacheConstraints(128, 8, page_size=16, num_pages=64))
+    adopt = kv.adopt
+    kv.adopt = lambda state: (told.extend(state.tables["a"].tokens), adopt(state))
+    carry_out(rig.loop, Switch(rig.loop.limits, kv=kv))
+    assert told == rig.loop.pool.states["a"].tokens
+    assert len(told) > 5
