@@ -215,7 +215,7 @@ def test_a_journal_that_was_cut_off_is_read_as_far_as_it_goes(script, tmp_path):
 
 
 def test_an_interrupted_run_keeps_what_it_has_the_block_that_was_under_way_included(script, tmp_path):
-    arm = script(0.05)
+    arm = script(0.1)
     main = threading.main_thread().ident
 
     def reply(request):
@@ -231,7 +231,7 @@ def test_an_interrupted_run_keeps_what_it_has_the_block_that_was_under_way_inclu
     assert len(measured.pairs["b"]) == 2
     last = measured.blocks[-1]
     assert (last.arm, last.pair) == ("b", 2)
-    assert any(record.incomplete for record in last.requests)
+    assert sum(not record.incomplete for record in last.requests) < 6, "it was under way"
     assert [line["block"] for line in read_journal(path) if line["event"] == "block"] == measured.blocks
 
 
