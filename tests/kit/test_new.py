@@ -1,11 +1,15 @@
 """``hotswap plugins new``: for every kind a project that is complete, tested and selectable as it is written."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
+from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -17,6 +21,7 @@ from hotswap.core.testing.suites import SUITES
 from hotswap.server.cli import main
 from hotswap.server.commands.scaffold import SELECTED
 
+ROOT = Path(__file__).parents[2]
 KINDS = [interface.kind for interface in INTERFACES]
 INI = """
 [pytest]
@@ -154,3 +159,37 @@ def test_without_dir_the_folder_is_named_after_the_part(tmp_path, monkeypatch):
     assert written.exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["hotswap-longest-first"]
     assert "cd hotswap-longest-first && pip install -e . && pytest" in written.output
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "workload"])
+def test_each_config_serves_the_quickstart_model(projects, site, kind, request):
+    """Only with ``--whole``; the tutorial's test serves the scheduler in every run."""
+    if not request.config.getoption("--whole"):
+        pytest.skip("only with --whole")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *site])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hotswap", "serve", str(projects[kind] / "config.yaml"), "--port", "0"],
+        stderr=subprocess.PIPE, text=True, env=environment)
+    told = []
+    try:
+        for line in process.stderr:
+            told.append(line)
+            if found := re.search(r"on (http://\S+)", line):
+                break
+        else:
+            raise AssertionError("".join(told))
+        reader = threading.Thread(target=process.stderr.read, daemon=True)
+        reader.start()
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        body = {"model": "smollm2-135m-instruct", "messages": question, "max_tokens": 12, "temperature": 0}
+        for _ in range(2):
+            answer = httpx.post(f"{found[1]}/v1/chat/completions", json=body, timeout=120)
+            assert answer.status_code == 200, answer.text
+            assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+        process.terminate()
+        assert process.wait(60) == 0
+        reader.join(10)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
