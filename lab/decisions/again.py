@@ -49,6 +49,8 @@ def replay(log: Log, registry: Registry | None = None) -> Outcome:
     divergence = broke = None
     try:
         divergence = again.run()
+    except ConfigError:  # what an exchange has put in place cannot be built here
+        raise
     except Exception as error:  # whatever the parts raise when they are told what cannot be
         broke = f"behind step {again.loop.submitted}: {type(error).__name__}: {error}"
     why = None if stopped is None else (

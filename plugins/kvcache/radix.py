@@ -170,7 +170,8 @@ class RadixKVCache(ReusingKVCache[TriePool]):
             if entry.page != NO_PAGE:
                 pages[digest][entry.group] = entry.page
         roots = {key_digest(table.key) for table in self._tables.values()}
-        for digest in entries.keys() - {entry.parent for entry in entries.values()}:
+        parents = {entry.parent for entry in entries.values()}
+        for digest in [digest for digest in entries if digest not in parents]:  # in order: the order of a set is drawn
             path = []
             while digest in entries:
                 path.append(digest)

@@ -7,6 +7,7 @@ import pytest
 
 from hotswap.core.engine.switch import Switch, carry_out
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.kvcache import CacheConstraints, CachedPage, CacheSpec, KVState
 from hotswap.core.testing.kv_transfer_traffic import LateWorker
 from hotswap.core.testing.rig import build
 from hotswap.lab.decisions.again import replay
@@ -266,3 +267,13 @@ def test_a_log_that_cannot_be_replayed_here_says_why(record, change, message):
     with pytest.raises(ConfigError) as caught:
         replay(log)
     assert message in str(caught.value)
+
+
+def test_what_a_trie_takes_over_is_in_the_order_in_which_it_was_handed_over():
+    """Not in that of a set of digests, which every process draws anew: pages would go in another order in a replay."""
+    kv = build("kvcache", "radix")
+    kv.configure([CacheSpec("full", (0,), 1, 1, 1)], 0, CacheConstraints(64, 4, page_size=4, num_pages=60))
+    cached = [CachedPage("full", b"root", (number, 2, 3, 4), 1 + number) for number in range(40)]
+    kv.adopt(KVState({}, cached))
+    pages, again = [entry.page for entry in cached], [entry.page for entry in kv.handover().cached]
+    assert again in (pages, pages[::-1])
