@@ -531,3 +531,21 @@ def test_two_hundred_exchanges_leave_nothing_behind(run, tiny, planted, monkeypa
     assert engine.generate(prompts, 8) == expected, "which settles the last one"
     assert not alive() - before
     engine.assert_clean()
+
+
+def test_both_roles_exchange_while_pages_travel_between_them(deploy, tiny):
+    """Pages that a peer reads are waited for; managers that keep them may be exchanged, others may not."""
+    deployed = deploy(tiny.config("chunked", "prefix", "none", 2, **{
+        "parallel": [{"use": "disaggregated", "prefill": 1, "decode": 1}], "kv_transfer": "shm"}))
+    prompts = tiny.prompts()
+    expected = deployed.generate(prompts, TOKENS)
+    for sets in (["kvcache=radix"], ["scheduler=continuous"], ["kvcache=prefix", "speculator=ngram"]):
+        boxes = deployed.submit(prompts, TOKENS)
+        reports = deployed.built.exchange(sets)
+        assert [report.replica for report in reports] == ["prefill0", "decode0"]
+        assert [answer.token_ids for answer in deployed.wait(boxes)] == expected
+    with pytest.raises(ConfigError, match="pages would lie elsewhere than kv_transfer:shm has told others"):
+        deployed.built.exchange(["kvcache.num_blocks=77"])
+    assert deployed.generate(prompts, TOKENS) == expected
+    assert all(seen["error"] == 0 for seen in deployed.seen)
+    deployed.assert_clean()
