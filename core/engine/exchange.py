@@ -270,9 +270,10 @@ def shares_pages(old: AttentionBackend, new: AttentionBackend) -> bool:
     """Whether ``new`` can go on with the pages that ``old`` has written."""
     if old.origin == new.origin and old.options == new.options:
         return True
-    before, after = old.support(), new.support()
-    axes = old.page_axes()
-    return axes in before.layouts and axes in after.layouts and before.clean_pages >= after.clean_pages
+    before, after, axes = old.support(), new.support(), old.page_axes()
+    # Bound without a layout that it is told, a backend takes the one that it prefers.
+    alike = axes == new.page_axes() and axes in before.layouts and axes in after.layouts
+    return alike and before.clean_pages >= after.clean_pages
 
 
 def _sizes(old: Made, config: Any, target: Components) -> list[Difference]:

@@ -1,0 +1,34 @@
+"""When a new attention backend may go on with the pages of the old one."""
+
+from dataclasses import replace
+
+import pytest
+
+from hotswap.core.engine.exchange import shares_pages
+from hotswap.core.interfaces.attention import HND, NHD
+from hotswap.core.interfaces.component import Origin
+from hotswap.plugins.attention.torch_sdpa import TorchAttention
+
+
+def backend(name, layouts, clean=False):
+    class Backend(TorchAttention):
+        def support(self):
+            return replace(super().support(), layouts=layouts, clean_pages=clean)
+
+    component = Backend()
+    component.origin = Origin("attention", name, "d", "1", "attention/1")
+    return component
+
+
+@pytest.mark.parametrize(("old", "new", "shared"), [
+    (((HND,), False), ((HND,), False), True),
+    (((HND,), True), ((HND, NHD), False), True),
+    (((HND,), False), ((HND,), True), False),  # what it reads masked must be numbers
+    (((NHD,), False), ((HND, NHD), False), False),  # it could, but prefers another layout, and is not told
+    (((NHD,), False), ((HND,), False), False),
+    (((), False), ((HND,), False), False),  # pages of its own
+    (((HND,), False), ((), False), False),
+])
+def test_pages_stay_where_both_lay_them_out_alike(old, new, shared):
+    assert shares_pages(backend("old", *old), backend("new", *new)) is shared
+    assert shares_pages(backend("same", *old), backend("same", *old)), "nothing has changed"
