@@ -93,7 +93,8 @@ def test_any_parts_give_the_tokens_of_transformers(run: Any, book: Any, smollm2:
     engine = run(config(*parts))
     prompts, priorities = mixed_prompts(words), [3, 1, 2, 0, 2, 1, 3, 0]
     rng = random.Random(str(parts))
-    abort = {index: rng.randrange(1, MAX_TOKENS) for index in rng.sample(range(len(prompts)), 2)}
+    early = range(1, MAX_TOKENS - 7)  # two steps of up to four tokens may still be on their way
+    abort = {index: rng.choice(early) for index in rng.sample(range(len(prompts)), 2)}
     for given_up in ({}, abort):
         for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS, given_up, priorities), strict=True):
             book.compare(smollm2, prompt, output)
