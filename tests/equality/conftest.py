@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from hotswap.core.config import load_config
 from hotswap.core.engine.build import Built, build_engine
@@ -413,6 +414,28 @@ def deploy(request: pytest.FixtureRequest) -> Iterator[Any]:
     for deployed in started:
         deployed.built.engine.stop()
     assert_same_again(logs)
+
+
+class Examples:
+    """``example(name, path, **changes)``: a config of ``examples/models``, whose model is too large to be here,
+    with the one at ``path`` in its place."""
+
+    folder = Path(__file__).parents[2] / "examples" / "models"
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(path.stem for path in self.folder.glob("*.yaml"))
+
+    def __call__(self, name: str, path: Path, **changes: Any) -> dict[str, Any]:
+        return {
+            **yaml.safe_load((self.folder / f"{name}.yaml").read_text("utf-8")), "model": {"path": str(path)},
+            "device": "cpu", "dtype": "float32", "max_model_len": 128, "observers": [],
+            "kvcache": {"use": "prefix", "block_size": 4, "num_blocks": 200}, **changes}
+
+
+@pytest.fixture(scope="session")
+def example() -> Examples:
+    return Examples()
 
 
 @pytest.fixture

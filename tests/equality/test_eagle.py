@@ -165,6 +165,15 @@ def test_a_head_changes_no_token(
         assert seen["preempted"], "the pool should be too small for all"
 
 
+def test_the_example_starts_with_this_head(run: Any, book: Any, tiny: Any, head: Any, example: Any) -> None:
+    config = example("eagle", tiny.path)
+    config["speculator"]["model"] = str(head[1])
+    engine, prompts = run(config), tiny.prompts()
+    for prompt, output in zip(prompts, engine.generate(prompts, MAX_TOKENS), strict=True):
+        book.compare(tiny.reference, prompt, output)
+    assert engine.seen["accepted"] and engine.seen["rejected"]
+
+
 def test_with_graphs_a_head_changes_no_token(
     run: Any, book: Any, tiny: Any, head: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
