@@ -20,7 +20,8 @@ def built(tokenizer: Tokenizer, stated: dict[str, object], **server: object) -> 
     return SimpleNamespace(
         resolved=load_config({"model": "owner/name", "dtype": "float32", "seed": 5, "server": server}, environ={}),
         engine=None, checkpoint=checkpoint, facts=SimpleNamespace(vocab_size=260), max_model_len=64, request_options={},
-        listing=list, ranks=list, install_routes=lambda app: None,
+        listing=list, ranks=list, install_routes=lambda app: None, exchange=lambda sets, replica: [],
+        effective=lambda: {"seed": 5}, deviations=dict,
         notes=["a note"], warnings=[], honoured=frozenset())
 
 
