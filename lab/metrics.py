@@ -1,7 +1,8 @@
 """From a block's records to its metrics. Each has its formula, which the report prints.
 
-Latencies are of requests that succeeded. A failure is no latency, and yet no good news either: beside each percentile
-stands the one in which a failure takes for ever, and the share of failures.
+A failure is no latency, and yet no good news either. What arms are compared by takes it for one without end, so that
+nobody looks fast by dropping what is slow. In tables of one arm percentiles of successes stand beside those, with the
+share of failures.
 """
 
 import math
@@ -82,6 +83,8 @@ GAPS: Mapping[str, tuple[Callable[[RequestRecord], Iterator[float]], str]] = {
     "itl": (inter_token, "time between tokens; those of one delivery share the time since the one before"),
     "inter_chunk": (inter_chunk, "time between deliveries, however many tokens they have"),
 }
+ADDITIVE = "queue"
+"""It may be next to nothing, of which no percentage makes sense."""
 STATISTICS: Mapping[str, float] = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 
 
@@ -240,18 +243,24 @@ _OTHERS: Sequence[tuple[MetricSpec, Value]] = [
 def _latency_specs() -> Iterator[tuple[MetricSpec, Value]]:
     formulas = {name: formula for name, (_, formula) in [*LATENCIES.items(), *GAPS.items()]}
     for name, formula in formulas.items():
-        additive = name == "queue"  # it may be next to nothing, of which no percentage makes sense
+        additive = name == ADDITIVE
         for label in ("mean", *STATISTICS):
-            spec = MetricSpec(f"{name}_{label}", "s", LOWER, f"{label} of: {formula}", additive)
+            failures = "none in a block with failures" if additive else "a failure is without end"
+            spec = MetricSpec(f"{name}_{label}", "s", LOWER, f"{label} of: {formula}; {failures}", additive)
             yield spec, _latency_value(name, label)
 
 
 def _latency_value(name: str, label: str) -> Value:
+    """Differences of what is without end say nothing: additive ones are withheld where requests failed."""
     def value(block: BlockRecord, slo: Slo) -> float | None:
+        if name == ADDITIVE and failed(block.requests):
+            return None
         found = summary(name, block.requests)
         if found is None:
-            return _told_queue(block) if (name, label) == ("queue", "mean") else None
-        return found.mean if label == "mean" else found.percentiles[label]
+            return _told_queue(block) if (name, label) == (ADDITIVE, "mean") else None
+        if label == "mean":
+            return math.inf if found.error_share else found.mean
+        return found.adjusted[label]
     return value
 
 

@@ -6,6 +6,7 @@ from hotswap.lab.records import Result
 from hotswap.lab.report.content import Row, Tally, arms_of, base_of, divergence_lines, headline, rows, tallies
 
 DIVERGENCES = 3
+FAILURES = "in the latencies that are compared, a request that failed is without end"
 HEADER = ("metric", "base", "arm", "effect", "interval", "verdict")
 LEFT = {0, 5}
 
@@ -38,8 +39,11 @@ def _columns(lines: Sequence[Row]) -> Iterator[str]:
 
 
 def _beneath(result: Result) -> Iterator[str]:
-    for tally in tallies(result):
+    told = tallies(result)
+    for tally in told:
         yield f"{tally.arm}: {_told(tally)}"
+    if any(tally.statuses for tally in told):
+        yield FAILURES
     if differing := divergence_lines(result, DIVERGENCES):
         yield from differing
     elif len(arms_of(result)) > 1 and any(record.tokens for block in result.blocks for record in block.requests):

@@ -30,8 +30,8 @@ def analyse(
 
 @dataclass(frozen=True)
 class Finding:
-    """What a look says of one metric of one arm. ``statistic``: the standardised signed-rank sum, positive where the
-    arm has more. ``effect``, ``low``, ``high`` as in `Comparison`."""
+    """What a look says of one metric of one arm. ``n_quads``: those that have the metric. ``statistic``: the
+    standardised signed-rank sum, positive where the arm has more. ``effect``, ``low``, ``high`` as in `Comparison`."""
 
     arm: str
     metric: MetricSpec
@@ -41,6 +41,7 @@ class Finding:
     high: float
     margin: float
     outcome: Outcome
+    n_quads: int
 
 
 class SequentialTest:
@@ -90,7 +91,7 @@ class SequentialTest:
         margin = self._margin(arm, metric)
         n = _present(column)
         if not n:
-            return Finding(arm, metric, 0.0, nan, -inf, inf, margin, Outcome.NOT_ENOUGH_DATA)
+            return Finding(arm, metric, 0.0, nan, -inf, inf, margin, Outcome.NOT_ENOUGH_DATA, n)
         averages = signed_rank.walsh_averages(column)
         statistic = float(signed_rank.scores(column).sum()) / signed_rank.scale(n)
         low, high = signed_rank.interval(averages, critical * signed_rank.scale(n) * (1 + 1e-9))
@@ -104,7 +105,7 @@ class SequentialTest:
         effect = float(np.median(averages))
         if not metric.additive:
             effect, low, high = expm1(effect), expm1(low), expm1(high)
-        return Finding(arm, metric, statistic, effect, low, high, margin, outcome)
+        return Finding(arm, metric, statistic, effect, low, high, margin, outcome, n)
 
     def _margin(self, arm: str, metric: MetricSpec) -> float:
         """Relative, or in the metric's unit where it is additive."""

@@ -39,9 +39,10 @@ class Monitor:
         if len(counts) > 1 or counts.pop() % QUAD or progress < self._next_look():
             return None
         self._look(progress)
-        if self._settings.stop == "verdicts" and all(map(_decided, self._awaited())):
+        awaited = self._awaited()
+        if self._settings.stop == "verdicts" and awaited and all(map(_decided, awaited)):
             return "every verdict is in"
-        if self._settings.stop == "width" and all(map(self._narrow, self._awaited())):
+        if self._settings.stop == "width" and awaited and all(map(self._narrow, awaited)):
             return "every interval is narrow enough"
         return "time is over" if progress >= 1 else None
 
@@ -65,8 +66,11 @@ class Monitor:
         self.looks.append(Look(progress, {arm: len(pairs) for arm, pairs in self._pairs.items()}))
 
     def _awaited(self) -> list[Finding]:
-        decide = self._settings.decide
-        return [finding for finding in self._test.findings if not decide or finding.metric.name in decide]
+        """What no block of an arm can tell, such as goodput without an SLO, is waited for only where it is named."""
+        decide, findings = self._settings.decide, self._test.findings
+        if decide:
+            return [finding for finding in findings if finding.metric.name in decide]
+        return [finding for finding in findings if finding.n_quads]
 
     def _narrow(self, finding: Finding) -> bool:
         return (finding.high - finding.low) / 2 <= (self._settings.width or 0.0)

@@ -27,7 +27,7 @@ class Settings(Section):
     width: Width | None = None
     """For ``stop: width``: the half width that is narrow enough, in the terms of ``margin``."""
     decide: list[str] = []
-    """Metrics that ``stop`` waits for; empty: all."""
+    """Metrics that ``stop`` waits for; empty: all that have data."""
     looks: Annotated[int, Field(ge=1, le=200)] = 12
     """How often the verdicts are asked for, at equal shares of the planned time."""
     spending: Annotated[float, Field(ge=0.5, le=5)] = 2.0

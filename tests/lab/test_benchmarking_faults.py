@@ -19,12 +19,14 @@ from hotswap.lab.metrics import (
     peak_throughput,
     percentile,
     slip,
+    spec_of,
     succeeded,
     summary,
     throughput,
     values_of,
 )
-from hotswap.lab.records import BlockRecord, RequestRecord
+from hotswap.lab.records import BlockRecord, Outcome, Pair, RequestRecord
+from hotswap.lab.statistics import Settings, analyse
 
 NO_SLO = Slo({})
 
@@ -219,6 +221,28 @@ def test_failures_make_the_adjusted_percentile_endless_and_stand_beside_it(stub,
     assert found.adjusted["p99"] == math.inf
     assert found.percentiles["p99"] < 10
     assert found.adjusted["p50"] < 10
+
+
+def latencies(arm, pair, dropped=0):
+    """A block of a hundred requests of about 0.1 to 1 s, whose ``dropped`` slowest failed."""
+    records = tuple(
+        RequestRecord(
+            index, 0.0, 0.0, () if index >= 100 - dropped else ((0.01 * index + 0.1, 1), (0.01 * index + 0.2, 1)),
+            0.01 * index + 0.2, 4, 2, error="HTTP 503: busy" if index >= 100 - dropped else None, queued=0.001 * index)
+        for index in range(100))
+    return BlockRecord(arm, pair, pair, 2.0, records)
+
+
+def test_an_arm_that_drops_its_slow_requests_is_better_in_no_latency():
+    pairs = [
+        Pair(values_of(latencies("base", pair), NO_SLO), values_of(latencies("arm", pair, 5), NO_SLO), pair % 2 == 0)
+        for pair in range(40)]
+    assert {name for name in pairs[0].arm if name.startswith("queue_")} == set(), "a difference would say nothing"
+    specs = [spec_of(name) for name in ("ttft_p50", "ttft_mean", "ttft_p99", "e2e_p90", "e2e_p99", "queue_mean")]
+    outcomes = {found.metric: found.outcome for found in analyse({"arm": pairs}, specs, Settings(flips=999))}
+    assert outcomes == {
+        "ttft_p50": Outcome.NO_DIFFERENCE, "e2e_p90": Outcome.NO_DIFFERENCE, "queue_mean": Outcome.NOT_ENOUGH_DATA,
+        "ttft_mean": Outcome.WORSE, "ttft_p99": Outcome.WORSE, "e2e_p99": Outcome.WORSE}
 
 
 TIMES = st.floats(0, 100, allow_nan=False)

@@ -302,6 +302,25 @@ def test_the_run_waits_only_for_the_metrics_that_decide():
     assert one < all_of_them == 1
 
 
+@pytest.mark.parametrize("chosen", [{}, {"stop": "width", "width": 0.05}], ids=["verdicts", "width"])
+def test_a_metric_that_no_block_can_tell_keeps_no_run_going_unless_it_is_named(chosen):
+    rng = np.random.default_rng(0)
+    pairs = assigned(np.exp(0.01 * rng.standard_normal((240, 2))), 0.1, rng)
+    with_goodput = [*metrics(2), MetricSpec("goodput", "requests/s", Better.HIGHER, "", additive=True)]
+    alone, share = monitored(pairs, metrics(2), Settings(flips=1999, **chosen))
+    among, as_early = monitored(pairs, with_goodput, Settings(flips=1999, **chosen))
+    assert as_early == share < 1
+    assert among[:2] == alone, "nor does it cost the others certainty"
+    assert monitored(pairs, with_goodput, Settings(flips=1999, decide=["m0", "goodput"], **chosen))[1] == 1
+
+
+def test_a_run_without_any_data_is_not_over_because_nothing_is_open():
+    monitor = Monitor(["arm"], metrics(2), FAST)
+    for first in (True, False):
+        monitor.add("arm", Pair({}, {}, first))
+    assert monitor.enough(0.9) is None and monitor.looks
+
+
 def test_the_looks_of_a_run_give_its_comparisons_again():
     rng = np.random.default_rng(3)
     pairs = assigned(np.exp(0.03 * rng.standard_normal((160, 2))), 0.05, rng)
