@@ -15,6 +15,9 @@ from hotswap.server.commands.table import counted
 WHAT = {"plan": "another plan is made for", "cache": "the cache is filled otherwise after",
         "endings": "requests end otherwise in"}
 
+STOPPED = 3
+"""Exit code of a replay that found no difference and did not come to the end."""
+
 
 @click.command("replay")
 @click.argument("paths", metavar="LOG...", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -24,7 +27,7 @@ def command(ctx: click.Context, paths: tuple[Path, ...], as_json: bool) -> None:
     """Feed what a decision log recorded to the same scheduler and KV manager, without the model, and compare.
 
     Exit code 0: every decision is the same. 1: one is not; the first is shown. 2: the log or a part that it names
-    cannot be used.
+    cannot be used. 3: the decisions are the same as far as they can be made again, which is not to the log's end.
     """
     logging.getLogger("hotswap").setLevel(logging.CRITICAL)  # what the parts raised then, they raise again
     outcomes = [replay(log) for log in open_logs(paths)]
@@ -33,7 +36,9 @@ def command(ctx: click.Context, paths: tuple[Path, ...], as_json: bool) -> None:
     else:
         for outcome in outcomes:
             click.echo("\n".join(_text(outcome)))
-    ctx.exit(0 if all(outcome.equal for outcome in outcomes) else 1)
+    if not all(outcome.equal for outcome in outcomes):
+        ctx.exit(1)
+    ctx.exit(STOPPED if any(outcome.stopped is not None for outcome in outcomes) else 0)
 
 
 def _text(outcome: Outcome) -> Iterator[str]:
@@ -48,7 +53,8 @@ def _text(outcome: Outcome) -> Iterator[str]:
     elif outcome.broke is not None:
         yield f"{where}after {told} that came out the same, a part raised what it did not raise then, {outcome.broke}"
     else:
-        yield f"{where}{told}: every decision is the same"
+        until = "" if outcome.until is None else f" up to event {outcome.until}"
+        yield f"{where}{told}{until}: every decision is the same"
     if outcome.stopped is not None:
         yield f"  {outcome.stopped}"
     for note in outcome.notes:
@@ -60,4 +66,4 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
     return {
         "engine": outcome.replica, "equal": outcome.equal, "steps": outcome.steps, "requests": outcome.requests,
         "divergence": None if divergence is None else divergence._asdict(), "broke": outcome.broke,
-        "stopped": outcome.stopped, "notes": list(outcome.notes)}
+        "stopped": outcome.stopped, "until": outcome.until, "notes": list(outcome.notes)}

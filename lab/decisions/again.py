@@ -24,7 +24,7 @@ Setup = TypeVar("Setup", EngineSetup, SwitchSetup)
 @dataclass(frozen=True)
 class Outcome:
     """What came of a replay. ``divergence``: the first decision that was another one. ``broke``: what was raised where
-    the server did not. ``stopped``: why it went no further, though all was equal until then."""
+    the server did not. ``stopped``: why it went no further than event ``until``, though all was equal until then."""
 
     replica: str
     steps: int
@@ -32,6 +32,7 @@ class Outcome:
     divergence: Divergence | None = None
     broke: str | None = None
     stopped: str | None = None
+    until: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -42,9 +43,10 @@ class Outcome:
 def replay(log: Log, registry: Registry | None = None) -> Outcome:
     """ConfigError where the log does not tell enough, or where a part that it names cannot be built here."""
     events = list(log.events())
-    stopped = next((event for event in events if event["event"] == "switch_undone"), None)
+    stopped, until = next((event for event in events if event["event"] == "switch_undone"), None), None
     if stopped is not None:
-        events = events[: _last_switch(events[: stopped["n"]])]
+        until = _last_switch(events[: stopped["n"]])
+        events = events[:until]
     again = build(log, events, registry or Registry())
     divergence = broke = None
     try:
@@ -56,7 +58,7 @@ def replay(log: Log, registry: Registry | None = None) -> Outcome:
     why = None if stopped is None else (
         f"an exchange of parts was undone half way behind step {again.loop.submitted}: a replay goes no further")
     requests = sum(event["event"] == "arrival" for event in events)
-    return Outcome(log.replica, again.steps, requests, divergence, broke, why, tuple(log.notes()))
+    return Outcome(log.replica, again.steps, requests, divergence, broke, why, until, tuple(log.notes()))
 
 
 def build(log: Log, events: list[Event], registry: Registry) -> Replay:

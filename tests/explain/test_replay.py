@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from click.testing import CliRunner
 
 from hotswap.core.engine.switch import Switch, carry_out
 from hotswap.core.errors import ConfigError
@@ -15,6 +16,7 @@ from hotswap.lab.decisions.lives import Phase, lives
 from hotswap.lab.decisions.log import open_logs
 from hotswap.lab.decisions.story import chapters
 from hotswap.plugins.kv_transfer.copies import HostTierWorker, InOrder
+from hotswap.server.cli import main
 
 SCHEDULERS = ["static", "continuous", "chunked", "prefill_first"]
 MANAGERS = ["contiguous", "paged", "prefix", "radix"]
@@ -253,6 +255,26 @@ def test_a_replay_stops_before_an_exchange_that_was_undone_and_says_so(record):
     outcome = replay(log)
     assert outcome.equal and 0 < outcome.steps < recording.rig.loop.steps
     assert "an exchange of parts was undone half way behind step" in outcome.stopped
+
+
+def test_a_replay_that_cannot_go_on_to_the_end_says_how_far_it_came_and_exits_with_3(record):
+    recording = record()
+    recording.rig.add("r", [1, 2, 3], 4)
+    recording.rig.run()
+    kv = build("kvcache", "radix")
+    kv.adopt = None
+    with pytest.raises(TypeError):
+        exchange(recording, kv=kv)
+    recording.stop()
+    events = map(json.loads, recording.path.read_text().splitlines())
+    begin = next(event["n"] for event in events if event["event"] == "switch")
+    done = CliRunner().invoke(main, ["replay", str(recording.path)])
+    assert done.exit_code == 3
+    steps = recording.rig.loop.steps
+    assert done.output.startswith(f"{steps} steps of 1 request up to event {begin}: every decision is the same\n")
+    assert "an exchange of parts was undone" in done.output
+    done = CliRunner().invoke(main, ["replay", str(recording.path), "--json"])
+    assert done.exit_code == 3 and json.loads(done.output)[0]["until"] == begin
 
 
 @pytest.mark.parametrize(("change", "message"), [
