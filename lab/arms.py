@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from hotswap.core.config import ResolvedConfig, load_config
 from hotswap.core.engine.build import build_engine
 from hotswap.core.execution.builder import SharedModels
-from hotswap.lab.plan import ArmPlan, Plan, named
+from hotswap.lab.plan import ArmPlan, AtArm, Plan
 from hotswap.lab.run import Arm
 from hotswap.lab.targets.engine import EngineTarget
-from hotswap.lab.targets.openai import Endpoint, OpenAITarget
+from hotswap.lab.targets.openai import OpenAITarget
 from hotswap.lab.targets.server import ServerTarget
 from hotswap.lab.targets.target import Target
 
@@ -25,7 +25,7 @@ def started(plan: Plan, now: Callable[[], float], *, progress: bool = True) -> I
         arms = []
         for arm in plan.arms:
             if arm.endpoint is not None:
-                target = _foreign(arm.endpoint, now)
+                target = _foreign(arm, now)
             elif plan.separate:
                 target = _server(arm, plan, now)
             else:
@@ -35,15 +35,17 @@ def started(plan: Plan, now: Callable[[], float], *, progress: bool = True) -> I
         yield arms
 
 
-def _foreign(endpoint: Endpoint, now: Callable[[], float]) -> Target:
-    target = OpenAITarget(endpoint, now)
-    target.find_reset()
+def _foreign(arm: ArmPlan, now: Callable[[], float]) -> Target:
+    assert arm.endpoint is not None
+    with AtArm(arm.name):
+        target = OpenAITarget(arm.endpoint, now)
+        target.require_reset()
     return target
 
 
 def _server(arm: ArmPlan, plan: Plan, now: Callable[[], float]) -> Target:
     assert arm.config is not None
-    with named(arm.name):
+    with AtArm(arm.name):
         return ServerTarget(arm.config, plan.experiment.sampling, now)
 
 

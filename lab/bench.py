@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 from tqdm import tqdm
@@ -67,13 +68,16 @@ class Bench:
         records = run_load(target, list(islice(items, self.warm_up)), self.load, now, name="warm-up").records
         if target.problem() is not None or records and all(record.error for record in records):
             raise BenchError(f"no request was answered while warming up: {records[0].error}")
-        target.reset()
+        try:
+            target.reset()
+        except HotswapError as error:
+            raise BenchError(f"its cache could not be emptied after warming up: {error}") from error
 
     def _target(self, tokenizer: Tokenizer | None, now: Callable[[], float], progress: bool) -> Target:
         if self.endpoint is not None:
             decode = None if tokenizer is None else lambda ids: tokenizer.decode(list(ids))
             server = OpenAITarget(replace(self.endpoint, decode=decode), now)
-            server.find_reset()
+            server.require_reset()
             return server
         if self.config is None:
             raise ConfigError("give a config, or the address of a server with --url")
@@ -100,10 +104,13 @@ class Bench:
             "bench", 0, 0, stretch.wall, stretch.records, activity.cpu, activity.engine, tuple(activity.timeline),
             neighbours.cores())
 
-    def died(self, block: BlockRecord) -> bool:
-        """Whether it ended before its time."""
-        cut_off = self.seconds is None and any(record.incomplete for record in block.requests)
-        return cut_off or self.seconds is None and len(block.requests) < self.requests
+    def shortfall(self, block: BlockRecord) -> str | None:
+        """What is missing where it ended before its time: the server died, or the user interrupted it."""
+        if self.seconds is not None:
+            early = block.wall < self.seconds
+            return f"it ended after {block.wall:.3g} of {self.seconds:g} seconds" if early else None
+        whole = sum(not record.incomplete for record in block.requests)
+        return f"it ended after {whole} of {self.requests} requests" if whole < self.requests else None
 
 
 class BenchError(HotswapError):
@@ -111,8 +118,8 @@ class BenchError(HotswapError):
 
 
 def as_json(block: BlockRecord, slo: Slo) -> dict[str, Any]:
-    """All that was measured, and what it means."""
-    values = values_of(block, slo)
+    """All that was measured, and what it means. What is without bound is "inf": JSON has no infinity."""
+    values = {name: value if isfinite(value) else str(value) for name, value in values_of(block, slo).items()}
     return {
         "metrics": {
             spec.name: {"value": values[spec.name], "unit": spec.unit, "formula": spec.formula}

@@ -20,7 +20,7 @@ from hotswap.lab.experiment import Experiment
 from hotswap.lab.requests import check_sampling, check_workload, context_of, endless
 from hotswap.lab.targets.openai import Endpoint
 
-_URL_KEYS = ("url", "model", "api_key", "token_ids")
+_URL_KEYS = ("url", "model", "api_key", "token_ids", "reset")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def make_plan(experiment: Experiment, *, progress: bool = True) -> Plan:
     configs = {arm.name: arm.config for arm in arms if arm.config is not None}
     _same_model(configs)
     for name, config in configs.items():
-        with named(name):
+        with AtArm(name):
             check_config(config.config, Registry())
     check_sampling(experiment.sampling, ours=bool(configs))
     notes: list[str] = []
@@ -100,14 +100,17 @@ def _arm(experiment: Experiment, name: str, given: Mapping[str, Any]) -> ArmPlan
             raise ConfigError(
                 f"unknown key beside 'url'.{f' Did you mean {near!r}?' if near else ''} Valid here: "
                 f"{', '.join(_URL_KEYS)}.", join("arms", name, key))
+    for key in ("token_ids", "reset"):
+        if not isinstance(given.get(key, False), bool):
+            raise ConfigError(f"should be true or false, not {given[key]!r}", join("arms", name, key))
     if experiment.processes == "shared":
         raise ConfigError("a server is another process; leave processes out", "processes")
     return ArmPlan(name, endpoint=Endpoint(
         str(given["url"]), given.get("model"), experiment.sampling, api_key=given.get("api_key"),
-        token_ids=bool(given.get("token_ids"))))
+        token_ids=given.get("token_ids", False), reset=given.get("reset", False)))
 
 
-class named:
+class AtArm:
     """Puts ``arms.NAME`` before the path of what is refused inside."""
 
     def __init__(self, name: str) -> None:
@@ -125,7 +128,7 @@ class named:
 def _resolved(experiment: Experiment, given: Mapping[str, Any], name: str) -> ResolvedConfig:
     base = experiment.base
     assert base is not None
-    with named(name):
+    with AtArm(name):
         return load_config(base, list(overrides(given)))
 
 

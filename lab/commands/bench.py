@@ -19,6 +19,7 @@ from hotswap.server.commands.options import log_to_stderr
 @click.option("--url", help="A server with OpenAI's routes. CONFIG, if given, then only names its model's tokenizer.")
 @click.option("--model", help="As the server calls it; by default none is named.")
 @click.option("--key-file", type=click.Path(path_type=Path, allow_dash=True), help="Its API key; - is stdin.")
+@click.option("--reset", is_flag=True, help="Its prefix cache may be emptied; else prompts begin as none before.")
 @click.option("--chat", is_flag=True, help="Send the prompts as text to /v1/chat/completions; needs CONFIG.")
 @click.option("--workload", default="synthetic", show_default=True, metavar="NAME", help="The workload component.")
 @click.option("--option", "options", multiple=True, metavar=ASSIGNMENT, help="One of the workload's options.")
@@ -56,9 +57,9 @@ def command(ctx: click.Context, /, output: Path | None, **given: Any) -> None:
     if output is not None:
         told = {"settings": {**given, "output": str(output)}, "environment": environment(), **as_json(block, bench.slo)}
         output.write_text(json.dumps(told, default=str), "utf-8")
-    if bench.died(block):
-        click.echo("hotswap: it ended before all requests were sent", err=True)
-    if bench.died(block) or failed(block.requests):
+    if (missing := bench.shortfall(block)) is not None:
+        click.echo(f"hotswap: {missing}", err=True)
+    if missing is not None or failed(block.requests):
         ctx.exit(1)
 
 
@@ -75,11 +76,12 @@ def _bench(given: dict[str, Any]) -> Any:
     endpoint = None
     if given["url"] is not None:
         key = None if given["key_file"] is None else read_key(given["key_file"])
-        endpoint = Endpoint(given["url"], given["model"], sampling, chat=given["chat"], api_key=key)
+        endpoint = Endpoint(
+            given["url"], given["model"], sampling, chat=given["chat"], api_key=key, reset=given["reset"])
     elif config is None:
         raise click.UsageError("give CONFIG or --url.")
-    elif given["model"] or given["chat"] or given["key_file"]:
-        raise click.UsageError("--model, --chat and --key-file are for servers, which --url names.")
+    elif given["model"] or given["chat"] or given["key_file"] or given["reset"]:
+        raise click.UsageError("--model, --chat, --key-file and --reset are for servers, which --url names.")
     if given["chat"] and config is None:
         raise click.UsageError("--chat needs CONFIG, whose tokenizer makes text of tokens.")
     workload = ComponentRef(use=given["workload"], **assignments("--option", given["options"]))

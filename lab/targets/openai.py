@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from hotswap.core.errors import ConfigError
+from hotswap.core.errors import ConfigError, HotswapError
 from hotswap.lab.targets.target import Activity, Ending, Hearer, Outgoing
 
 TIMEOUT_S = 600.0
 """Of a silent connection."""
 SHORT_TIMEOUT_S = 10.0
 """For questions about the server."""
+RESET = "/reset_prefix_cache"
+_NO_ANSWER = (OSError, http.client.HTTPException, ValueError)
 _REASONING = ("reasoning_content", "reasoning")
 
 
@@ -28,7 +30,8 @@ _REASONING = ("reasoning_content", "reasoning")
 class Endpoint:
     """``url`` of the server, with or without ``/v1``. ``chat`` sends text to /v1/chat/completions, made by ``decode``
     from token ids; else token ids go to /v1/completions. ``fields``: what every body says beside model, prompt, length
-    and stream. ``token_ids``: ask for them, as hotswap and vLLM understand it."""
+    and stream. ``token_ids``: ask for them, as hotswap and vLLM understand it. ``reset``: its prefix cache may be
+    emptied, for which everybody pays who uses the server, and which therefore is never done unasked."""
 
     url: str
     model: str | None = None
@@ -37,6 +40,7 @@ class Endpoint:
     decode: Callable[[tuple[int, ...]], str] | None = None
     token_ids: bool = False
     api_key: str | None = None
+    reset: bool = False
 
     @property
     def base(self) -> str:
@@ -66,9 +70,9 @@ class OpenAITarget:
         self._host, self._port, self._path = parts.hostname, parts.port, parts.path
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
-        self._live: dict[str, _Exchange] = {}
+        self._live: dict[str, _Call] = {}
         self._unreachable: str | None = None
-        self.can_reset = False
+        self.can_reset = endpoint.reset
 
     # questions about the server
 
@@ -105,16 +109,12 @@ class OpenAITarget:
         entry: dict[str, Any] = found[0]
         return entry
 
-    def find_reset(self) -> None:
-        """Learn whether the server can empty its cache, by having it done once."""
+    def require_reset(self) -> None:
+        """ConfigError where a cache that may be emptied cannot be."""
         try:
-            self.reset_now()
-            self.can_reset = True
-        except (OSError, http.client.HTTPException, ValueError):
-            self.can_reset = False
-
-    def reset_now(self) -> None:
-        self.ask("POST", "/reset_prefix_cache", timeout=TIMEOUT_S)
+            self.reset()
+        except HotswapError as error:
+            raise ConfigError(f"{error}; leave reset out, and prompts get beginnings of their own", "reset") from error
 
     def headers(self) -> dict[str, str]:
         key = self.endpoint.api_key
@@ -123,21 +123,25 @@ class OpenAITarget:
     # Target
 
     def send(self, request: Outgoing, hearer: Hearer) -> None:
-        exchange = _Exchange(self, json.dumps(self.endpoint.body(request)).encode(), hearer)
+        call = _Call(self, json.dumps(self.endpoint.body(request)).encode(), hearer)
         with self._lock:
-            self._live[request.id] = exchange
+            self._live[request.id] = call
         threading.Thread(
-            target=self._serve, args=(request.id, exchange), name=f"load-{request.id}", daemon=True).start()
+            target=self._serve, args=(request.id, call), name=f"load-{request.id}", daemon=True).start()
 
     def abort(self, id: str) -> None:
         with self._lock:
-            exchange = self._live.get(id)
-        if exchange is not None:
-            exchange.abort()
+            call = self._live.get(id)
+        if call is not None:
+            call.abort()
 
     def reset(self) -> None:
-        if self.can_reset:
-            self.reset_now()
+        if not self.can_reset:
+            return
+        try:
+            self.ask("POST", RESET, timeout=TIMEOUT_S)
+        except _NO_ANSWER as error:
+            raise HotswapError(f"{self.endpoint.url} does not answer POST {RESET} ({_words(error)})") from error
 
     def begin(self) -> None:
         """A foreign server counts nothing for us."""
@@ -178,16 +182,16 @@ class OpenAITarget:
         with self._lock:
             self._idle.append(connection)
 
-    def _serve(self, id: str, exchange: "_Exchange") -> None:
-        ending = exchange.run()
-        if ending.error is not None and exchange.refused:
+    def _serve(self, id: str, call: "_Call") -> None:
+        ending = call.run()
+        if ending.error is not None and call.refused:
             self._unreachable = f"{self.endpoint.url}: {ending.error}"
         with self._lock:
             self._live.pop(id, None)
-        exchange.hearer.ended(ending)
+        call.hearer.ended(ending)
 
 
-class _Exchange:
+class _Call:
     """One request and its answer."""
 
     def __init__(self, target: OpenAITarget, body: bytes, hearer: Hearer) -> None:

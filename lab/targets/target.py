@@ -62,7 +62,7 @@ class Target(Protocol):
         """End a request early, if it still lives; its hearer is told."""
 
     def reset(self) -> None:
-        """Empty the prefix cache, while nothing runs."""
+        """Empty the prefix cache, while nothing runs. HotswapError where it cannot."""
 
     def begin(self) -> None:
         """Count from zero."""

@@ -16,6 +16,7 @@ from hotswap.lab.load import ClosedLoop, run_load
 from hotswap.lab.plan import make_plan
 from hotswap.lab.processes import cpu_of
 from hotswap.lab.report import read_result
+from hotswap.lab.targets.openai import OpenAITarget
 from hotswap.lab.targets.server import ServerTarget
 from hotswap.server.cli import main
 
@@ -267,6 +268,49 @@ def test_benches_of_one_server_do_not_warm_its_cache_for_one_another(stub):
         assert invoke("bench", "--url", stub.url, "--requests", 8, "--seed", 0).exit_code == 0
     heads = [tuple(body["prompt"][:8]) for body in stub.bodies if "prompt" in body]
     assert len(set(heads)) == len(heads) == 24
+
+
+def answering(reply):
+    if "prompt" not in reply.body:
+        return reply.refuse(200, "")
+    reply.begin()
+    reply.say(1)
+    return reply.end()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_cache_of_a_server_that_runs_already_is_emptied_only_where_that_is_asked_for(
+        experiment, stub, tmp_path, asked):
+    stub.script = answering
+    arm = {"url": stub.url, **({"reset": True} if asked else {})}
+    file = experiment(base=None, arms={"base": arm, "again": arm}, pairs=2, warm_up=1)
+    assert invoke("ab", file, "--out", tmp_path / "out").exit_code == 0
+    resets = sum("prompt" not in body for body in stub.bodies)
+    assert resets == (2 + 2 * (1 + 2) if asked else 0), "once to see that it can, and before each block"
+    options = ["--reset"] if asked else []
+    stub.bodies.clear()
+    assert invoke("bench", "--url", stub.url, "--requests", 4, *options).exit_code == 0
+    assert any("prompt" not in body for body in stub.bodies) is asked
+
+
+def test_a_server_that_cannot_empty_its_cache_and_should_is_refused(experiment, stub):
+    stub.script = lambda reply: answering(reply) if "prompt" in reply.body else reply.refuse(404)
+    arm = {"url": stub.url, "reset": True}
+    result = invoke("ab", experiment(base=None, arms={"base": {"url": stub.url}, "b": arm}))
+    assert result.exit_code == 2 and "arms.b.reset: " in result.output and "HTTP 404" in result.output
+    result = invoke("bench", "--url", stub.url, "--reset")
+    assert result.exit_code == 2 and "HTTP 404" in result.output
+    result = invoke("ab", experiment(base=None, arms={"base": {"url": stub.url}, "b": {**arm, "reset": "no"}}))
+    assert result.exit_code == 2 and "arms.b.reset: should be true or false, not 'no'" in result.output
+
+
+def test_a_bench_of_a_window_says_that_its_server_died_before_the_window_had_closed(stub, monkeypatch):
+    stub.script = lambda reply: answering(reply) if len(stub.bodies) <= 12 else reply.refuse(500, "broken")
+    monkeypatch.setattr(
+        OpenAITarget, "problem", lambda target: "the server is gone" if len(stub.bodies) > 12 else None)
+    result = invoke("bench", "--url", stub.url, "--seconds", 60, "--concurrency", 1)
+    assert result.exit_code == 1, result.output
+    assert "of 60 seconds" in result.output and "hotswap: it ended after " in result.output
 
 
 def test_an_experiment_whose_arm_never_answers_is_partial_from_the_start(experiment, stub, tmp_path):
