@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
+from hotswap.core.errors import HotswapError
 from hotswap.core.interfaces.workload import WorkItem
 from hotswap.core.request import GREEDY_EPSILON
 from hotswap.lab.experiment import Experiment
@@ -188,9 +189,10 @@ class Run:
     def _serve(self, arm: Arm, items: list[Numbered], name: str) -> Served:
         """The same requests, from the same state of the cache, at the same planned times, for every arm."""
         target = arm.target
+        self._check(arm, (), f"before {name}")  # while others had their turns
         if self._experiment.cache == "cold":
             if target.can_reset:
-                target.reset()
+                self._reset(arm, name)
             else:
                 items = self._fresh(arm, items, name)
         gc.collect()  # what the last block has left is not this one's to clear away
@@ -200,6 +202,13 @@ class Run:
         activity = target.finish()
         self._interrupted = stretch.interrupted
         return Served(stretch, activity, neighbours.cores())
+
+    def _reset(self, arm: Arm, name: str) -> None:
+        try:
+            arm.target.reset()
+        except HotswapError as error:
+            self._check(arm, (), f"before {name}")
+            raise Dead(f"arm {arm.name!r} could not empty its cache before {name}: {error}") from error
 
     def _seed(self, name: str) -> int:
         return random.Random(f"{self._experiment.seed} {name}").getrandbits(32)

@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hotswap.core.engine.clock import SystemClock
+from hotswap.core.errors import EngineStoppedError
 from hotswap.core.interfaces.workload import WorkItem
 from hotswap.lab.experiment import load_experiment
 from hotswap.lab.interleave import orders
@@ -183,6 +185,32 @@ def test_the_monitor_is_asked_when_all_is_balanced_and_ends_the_run(script):
     assert measured.stopped == "seen enough" and not measured.partial
     assert monitor.asked == [(2, 0.02), (4, 0.04)]
     assert monitor.told[0][1] != monitor.told[1][1]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["known to be dead", "refuses its reset"])
+def test_an_arm_that_dies_while_another_has_its_turn_ends_the_run_with_an_end_in_the_journal(script, tmp_path, told):
+    base, arm = script(), script()
+
+    def reply(request):
+        if request.id.startswith("pair 2") and told:
+            arm.dead = "the worker is gone"
+        elif request.id.startswith("pair 2"):
+            arm.reset = refuse
+        return [1]
+
+    def refuse():
+        raise EngineStoppedError("its loop has ended")
+
+    base.reply = reply
+    path = tmp_path / FILE
+    with Journal(path) as journal:
+        measured = run({"base": base, "b": arm}, journal=journal, pairs=8, warm_up=1)
+    assert measured.partial
+    why = ("died", "the worker is gone") if told else ("could not empty its cache", "its loop has ended")
+    assert re.fullmatch(f"arm 'b' {why[0]} before pair [23]: {why[1]}", measured.stopped)
+    assert all(record.error is None for block in measured.blocks for record in block.requests)
+    assert len(measured.pairs["b"]) >= 2
+    assert list(read_journal(path))[-1] == {"event": "end", "stopped": measured.stopped, "partial": True}
 
 
 def test_an_arm_that_dies_ends_the_run_and_nothing_is_lost(script, tmp_path):
