@@ -75,17 +75,17 @@ def test_an_open_loop_counts_from_the_planned_start_and_reports_the_slip(stub, m
 
     def script(reply):
         with slot:
-            time.sleep(0.2)
+            time.sleep(0.1)
         reply.begin()
         reply.say()
         reply.end()
 
     stub.script = script
-    one_at_a_time = OpenLoop(rate=10, arrivals="constant", limit=1)
-    for load, late in ((OpenLoop(rate=10, arrivals="constant"), 0.0), (one_at_a_time, 1.9)):
+    one_at_a_time = OpenLoop(rate=20, arrivals="constant", limit=1)
+    for load, late in ((OpenLoop(rate=20, arrivals="constant"), 0.0), (one_at_a_time, 0.95)):
         block = measure(20, load)
-        assert summary("e2e", block.requests).mean == about(1.15, 0.25)  # request k, from 0, waits k times 100 ms
-        assert slip(block)[-1] == about(late, 0.3)
+        assert summary("e2e", block.requests).mean == about(0.575, 0.2)  # request k, from 0, waits k times 50 ms
+        assert slip(block)[-1] == about(late, 0.25)
 
 
 @undisturbed
@@ -168,7 +168,7 @@ def test_nothing_is_sent_that_was_not_asked_for(stub, measure):
 
 @undisturbed
 def test_at_a_constant_rate_the_peak_is_the_mean(stub, measure):
-    stub.script = metronome(0.01, 200)
+    stub.script = metronome(0.01, 100)
     block = measure(1, ClosedLoop(1))
     assert throughput(block) <= peak_throughput(block) <= 1.1 * throughput(block)
 
@@ -187,15 +187,15 @@ def metronome(period, count):
 
 @undisturbed
 def test_a_window_counts_what_was_delivered_inside_it(stub, measure):
-    stub.script = metronome(0.01, 150)  # 1.5 s, of which the window of 4 s has 2 2/3
-    block = measure(1000, ClosedLoop(1), window=4.0)
-    assert block.wall == 4.0
+    stub.script = metronome(0.01, 75)  # 0.75 s, of which the window of 2 s has 2 2/3
+    block = measure(1000, ClosedLoop(1), window=2.0)
+    assert block.wall == 2.0
     assert throughput(block) == pytest.approx(100, rel=0.06)
     done, cut = succeeded(block.requests), [record for record in block.requests if record.incomplete]
     assert (len(done), len(cut)) == (2, 1), "those that the window cut off are listed apart"
     assert not failed(block.requests)
-    assert 0 < cut[0].output_tokens < 150
-    assert all(time <= 4.0 for time, _ in cut[0].chunks)
+    assert 0 < cut[0].output_tokens < 75
+    assert all(time <= 2.0 for time, _ in cut[0].chunks)
     assert summary("e2e", block.requests).count == 2
 
 

@@ -75,8 +75,10 @@ def test_simulated_experiments_find_what_is_there_and_nothing_else(slowdown, fou
 
 
 @pytest.mark.real_model
-def test_noise_is_recorded_step_by_step():
+def test_noise_is_recorded_step_by_step(monkeypatch):
     module = importlib.import_module("record_noise")
+    monkeypatch.setattr(module, "WORKLOAD", {"use": "synthetic", "prompt": 12, "output": 4})
+    monkeypatch.setattr(module, "BLOCK_S", 0.2)
     running = module.blocks(5.0)
     recorded = [next(running), next(running)]
     running.close()
