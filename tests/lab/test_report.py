@@ -103,6 +103,7 @@ def test_beneath_the_table_stand_failures_hit_rates_disturbed_blocks_and_diverge
     assert "static: greedy outputs differ from the base's in 1 request\n" in text
     assert "static: pair 2, request 5, position 7: ' a' in the base, '</script><b>' in the arm" in text
     assert "greedy outputs of all arms agree" in render_table(replace(result, divergences=[]))
+    assert "in the latencies that are compared, a request that failed is without end" in text
 
 
 def test_experiments_share_a_table_with_a_line_for_each_arm_and_a_column_for_what_all_of_them_measure(result):
