@@ -57,7 +57,8 @@ class Made:
 @dataclass
 class BuiltEngine:
     """One engine loop. ``made`` is another one after an exchange. ``around``: the deployments that it is part of.
-    ``spans``: it computes every step together with other engines."""
+    ``spans``: it computes every step together with other engines. ``free_bytes``: for pages, when it started.
+    ``on_exchange`` is called on the loop's thread when other parts have come, or come back."""
 
     replica: Replica
     engine: Engine
@@ -65,6 +66,8 @@ class BuiltEngine:
     made: Made
     around: tuple[Component, ...] = ()
     spans: bool = False
+    free_bytes: int = 0
+    on_exchange: Callable[[], None] = lambda: None
 
     @property
     def cache_plan(self) -> CachePlan:
@@ -149,7 +152,8 @@ class Assembly:
             raise
         made = Made(self._resolved, config, parts, info, cache_plan)
         self._plans[name] = replace(plan, parts=Components({}))  # what is exchanged is to be let go
-        self._built[name] = BuiltEngine(replica, engine, live, made, plan.around, ranks.across is not None)
+        self._built[name] = BuiltEngine(
+            replica, engine, live, made, plan.around, ranks.across is not None, info.free_bytes)
         return engine
 
     def _allocate(self, config: Config, parts: Components, info: WorkerInfo, ranks: int) -> CachePlan:

@@ -86,13 +86,13 @@ class Built:
 
     def exchange(self, sets: Iterable[str], replica: str | None = None) -> list[Report]:
         """Exchange parts while serving, see :meth:`Exchanger.exchange`."""
-        try:
-            return self._exchanger.exchange(sets, replica)
-        finally:
-            options = self._request_options()
-            self.request_options.update(options)
-            for gone in self.request_options.keys() - options.keys():
-                del self.request_options[gone]
+        return self._exchanger.exchange(sets, replica)
+
+    def _refresh_request_options(self) -> None:
+        options = self._request_options()
+        self.request_options.update(options)
+        for gone in self.request_options.keys() - options.keys():
+            self.request_options.pop(gone, None)  # another engine's loop may have been here
 
     def effective(self) -> dict[str, Any]:
         """The config that holds now, as :meth:`ResolvedConfig.effective` gives it: the first engine's."""
@@ -105,6 +105,8 @@ class Built:
 
     @cached_property
     def _exchanger(self) -> Exchanger:
+        for built in self.engines:
+            built.on_exchange = self._refresh_request_options  # a trial may end long after the exchange was answered
         return Exchanger(self.engines, self.registry, self.max_model_len)
 
     def ranks(self) -> list[dict[str, Any]]:

@@ -127,10 +127,13 @@ class Engine:
     def call(self, function: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         """Run ``function`` on the loop's thread between two turns; its result or exception is the caller's.
 
-        EngineStoppedError where the loop has ended, or does not come to it in time."""
-        done, box = threading.Event(), {}
+        EngineStoppedError where the loop has ended, or does not come to it in time: then it does not happen later.
+        """
+        done, box, turn = threading.Event(), {}, threading.Lock()  # whoever gets ``turn``: the loop, or the timeout
 
         def command() -> None:
+            if not turn.acquire(blocking=False):
+                return
             try:
                 box["value"] = function()
             except Exception as error:
@@ -140,7 +143,8 @@ class Engine:
         if not self._command(command):
             raise EngineStoppedError(self._failure or "the engine's loop has ended")
         if not done.wait(timeout_s):
-            raise EngineStoppedError(f"the engine's loop did not answer within {timeout_s:g} s")
+            late = "and it will not happen" if turn.acquire(blocking=False) else "though it has begun with it"
+            raise EngineStoppedError(f"the engine's loop did not answer within {timeout_s:g} s, {late}")
         if "error" in box:
             raise box["error"]
         return box["value"]

@@ -3,6 +3,7 @@
 One exchange at a time. Of several engines one after the other exchanges its parts, each wholly or not at all.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from hotswap.core.engine.trial import Trial, TriedKV
 from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, Exchange
+from hotswap.core.interfaces.parallel import Take, WorkerInfo
 from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
@@ -65,22 +67,32 @@ class Exchanger:
         """Exchange what ``sets`` ("scheduler.policy=fair_share") name, in every engine or in the one called
         ``replica``.
 
-        ConfigError: refused, and nothing has changed. ExchangeError: a new part has failed, and the old one is back.
+        ConfigError: refused, and nothing has changed. ExchangeError: a new part has failed, and the old one is back; or
+        another exchange is under way. EngineStoppedError: of what was chosen, nothing runs.
         """
         sets, reports = list(sets), list[Report]()
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            raise ExchangeError("another exchange is under way; try again when it has ended")
+        try:
             chosen = [built for built in self._engines if replica in (None, built.replica.name)]
             if not chosen:
                 names = ", ".join(repr(built.replica.name) for built in self._engines)
                 raise ConfigError(f"there is no engine {replica!r}; there are {names}", "replica")
-            for one in [EngineExchange(built, sets, self._registry, self._max_model_len) for built in chosen]:
+            alive = [built for built in chosen if built.engine.failure is None]
+            if not alive:
+                raise EngineStoppedError(chosen[0].engine.failure or "")
+            notes = tuple(f"engine {built.replica.name!r} has ended, and was left out: {built.engine.failure}"
+                          for built in chosen if built.engine.failure is not None)
+            for one in [EngineExchange(built, sets, self._registry, self._max_model_len) for built in alive]:
                 try:
                     reports.append(one.carry_out())
-                except (ConfigError, ExchangeError) as error:
-                    if isinstance(error, ConfigError) and not reports:
+                except (ConfigError, ExchangeError, EngineStoppedError) as error:
+                    if not isinstance(error, ExchangeError) and not reports:
                         raise
                     raise ExchangeError(f"{_named(one.built)}{error}", reports) from error
-        return reports
+            return [replace(reports[0], notes=(*reports[0].notes, *notes)), *reports[1:]]
+        finally:
+            self._lock.release()
 
 
 class EngineExchange:
@@ -121,9 +133,10 @@ class EngineExchange:
         self._prepare()
         try:
             trial, effect = self.built.engine.call(self._switch, LOOP_TIMEOUT_S)
-        except (ConfigError, ExchangeError, EngineStoppedError):
-            raise
-        except Exception as error:
+        except BaseException as error:
+            self._let_go()
+            if isinstance(error, (ConfigError, ExchangeError, EngineStoppedError)) or not isinstance(error, Exception):
+                raise
             raise ExchangeError(f"the old parts serve on: {blame(error)}") from error
         proven = self._await(trial)
         if trial.problem is not None:
@@ -138,7 +151,7 @@ class EngineExchange:
         on_workers = self._on_workers()
         if on_workers:
             self._require_exchange(executor)
-            self._new = replace(self._new, info=executor.prepare(on_workers))
+            self._new = replace(self._new, info=self._bounded(executor.prepare(on_workers)))
         try:
             self._divide()
             if self._changes_workers:
@@ -148,9 +161,22 @@ class EngineExchange:
                     f"pages would lie elsewhere than {old.parts.kv_transfer.label} has told others; keep the layout of "
                     "the pages and the size of the cache, or start again with the new parts", "kv_transfer")
         except BaseException:
-            if on_workers:
-                executor.prepare({})
+            self._let_go()
             raise
+
+    def _let_go(self) -> None:
+        """What was prepared, and will not be put in place."""
+        if self._on_workers():
+            with contextlib.suppress(EngineStoppedError):
+                self.old.parts.executor.prepare({})
+
+    def _bounded(self, info: WorkerInfo) -> WorkerInfo:
+        """What is free is measured while the engine serves: pages that nobody has touched yet count twice, and other
+        processes come and go. So the room stays what it was while the same is stored in it, and never grows beyond
+        what was free at the start."""
+        same = info.cache_specs == self.old.info.cache_specs
+        most = self.old.info.free_bytes if same else min(info.free_bytes, self.built.free_bytes)
+        return replace(info, free_bytes=most)
 
     def _divide(self) -> None:
         old, new, most = self.old, self._new, self._max_model_len
@@ -197,21 +223,31 @@ class EngineExchange:
     def _switch(self) -> tuple[Trial, Effect]:
         loop, old, target = self.built.engine.loop, self.old, self._target
         if (trial := loop.lifecycle.trial) is not None:
-            trial.cut_short()
+            if not trial.cut_short():
+                raise ExchangeError("an exchange before this one is being undone; try again")
             loop.lifecycle.trial = None
         if self.built.made is not old:
             raise ExchangeError("an exchange before this one has just been undone; try again")
-        workers = back = None
+        workers = back = again = None
+        executor = old.parts.executor
         if self._changes_workers:
-            workers = partial(old.parts.executor.exchange, self._new.cache_plan, self._keeps_pages)
-            back = partial(old.parts.executor.exchange, old.cache_plan, self._keeps_pages, back=True)
+            take = Take.PREPARED if self._on_workers() else Take.SAME
+            workers = partial(executor.exchange, self._new.cache_plan, self._keeps_pages, take)
+            back = partial(executor.exchange, old.cache_plan, self._keeps_pages, Take.FORMER)
+            again = partial(executor.exchange, self._new.cache_plan, self._keeps_pages, Take.FORMER)
         replaced = self._sections | (set() if self._keeps_pages else {"kvcache"})
         scheduler = target.scheduler if "scheduler" in replaced else None
         kv = target.kvcache if "kvcache" in replaced else None
         limits, info = loop.limits, self._new.info
-        effect = carry_out(loop, Switch(
+        switch = Switch(
             replace(limits, lookahead=info.lookahead, reuse_tail=info.reuse_tail), scheduler, kv, workers, back,
-            self._keeps_pages, self._room(self._new)))
+            self._keeps_pages, self._room(self._new))
+        try:
+            effect = carry_out(loop, switch)
+        except Exception:
+            if workers is not None and loop.broken is None:
+                executor.settle()  # the new ones are what the last exchange, the one back, took away
+            raise
         self._record(replaced, self._new, target)
         self._tell(effect)
 
@@ -219,15 +255,15 @@ class EngineExchange:
             if kv is not None:
                 loop.parts.kv = kv
             if workers is not None:
-                old.parts.executor.settle()
+                executor.settle()
 
         def revert(problem: str, lost: bool) -> None:
             undone = carry_out(loop, Switch(
                 limits, self._spare.scheduler if scheduler is not None else None,
-                self._spare.kvcache if kv is not None else None, back, workers, self._keeps_pages and not lost,
+                self._spare.kvcache if kv is not None else None, back, again, self._keeps_pages and not lost,
                 self._room(old)))
             if workers is not None:
-                old.parts.executor.settle()
+                executor.settle()
             self._record(replaced, old, self._spare)
             self._tell(undone, problem)
 
@@ -247,6 +283,7 @@ class EngineExchange:
             now[section] = source.built[section]
             self.built.components.add(now[section])
         self.built.made = replace(made, parts=replace(self.old.parts, built=now))
+        self.built.on_exchange()
 
     def _tell(self, effect: Effect, problem: str = "") -> None:
         """The log and the observers. ``problem``: why the old parts are back."""

@@ -17,7 +17,7 @@ from hotswap.core.engine.lifecycle import Lifecycle
 from hotswap.core.engine.parts import Parts
 from hotswap.core.engine.pool import RequestState, StepInFlight
 from hotswap.core.engine.transfers import Transfers
-from hotswap.core.errors import RequestError
+from hotswap.core.errors import EngineStoppedError, RequestError
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.parallel import EventListener
@@ -51,6 +51,8 @@ class EngineLoop:
         self.events: Counter[str] = Counter()
         """What the workers' verdicts counted, since the start."""
         self.failed_plans = 0
+        self.broken: str | None = None
+        """Why no further turn can be taken."""
         self._listeners: list[EventListener] = []
         parts.kv.keep_events(parts.observers.active)
 
@@ -90,7 +92,9 @@ class EngineLoop:
     # the loop
 
     def turn(self) -> bool:
-        if self.lifecycle.trial is not None and self.lifecycle.trial.ends():
+        if self.broken is not None:
+            raise EngineStoppedError(self.broken)
+        if self.lifecycle.trial is not None and self.lifecycle.trial.conclude():
             self.lifecycle.trial = None
         did = len(self.in_flight) < self.depth and self.plan_and_submit()
         if self.in_flight and (not did or len(self.in_flight) >= self.depth):
@@ -117,7 +121,10 @@ class EngineLoop:
         return self.lifecycle.scheduler_error
 
     def next_wakeup(self) -> float | None:
-        return self.parts.scheduler.next_wakeup()
+        """When the scheduler wants to plan again though nothing has happened; None where it does not, or raises."""
+        asked: list[float | None] = [None]
+        self.lifecycle.guard("next_wakeup", lambda: asked.append(self.parts.scheduler.next_wakeup()))
+        return asked[-1]
 
     def plan_and_submit(self) -> bool:
         """Plan one step and hand it to the executor; False when there is nothing to hand over."""

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from hotswap.core.blame import blame
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.engine.pool import RUNNING, WAITING, RequestState
 from hotswap.core.engine.setup import CacheRoom, SwitchSetup, references
-from hotswap.core.errors import ExchangeError, KVInvariantError
+from hotswap.core.errors import EngineStoppedError, ExchangeError, KVInvariantError
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage
 from hotswap.core.interfaces.scheduler import Scheduler
@@ -68,10 +69,14 @@ class _Work:
     effect: Effect = field(default_factory=Effect)
     undo: list[Callable[[], object]] = field(default_factory=list)
     again: list[RequestState] = field(default_factory=list)
+    adopted: bool = False
+    """The new KV manager has taken over everything that the old one had."""
 
 
 def carry_out(loop: EngineLoop, switch: Switch) -> Effect:
-    """Exchange. Where anything raises, everything is as before, but that some requests may be computed again."""
+    """Exchange. Where anything raises, everything is as before, but that some requests may be computed again.
+
+    EngineStoppedError where what was done cannot be undone either: the loop ends in its next turn."""
     work, begun, old, observers = _Work(loop, switch), loop.clock.now(), loop.parts.kv, loop.parts.observers
     if observers.active:
         observers.notify("hotswap_switch_begins", switch=switch.setup(), time=begun)
@@ -86,19 +91,28 @@ def carry_out(loop: EngineLoop, switch: Switch) -> Effect:
             loop.parts.scheduler = switch.scheduler
         _let_children_go(work)
         _readmit(work)
-    except BaseException:
+    except BaseException as error:
         if observers.active:
             observers.notify("hotswap_switch_undone", time=loop.clock.now())
-        for step in reversed(work.undo):
-            step()
-        for state in work.again:
-            if state.status is WAITING:
-                loop.lifecycle.admit(state)
+        _undo(work, error)
         raise
-    if switch.kv is not None and not (work.effect.handed_over and _reuses(old) and _reuses(switch.kv)):
+    if switch.kv is not None and not (work.adopted and _reuses(old) and _reuses(switch.kv)):
         _forget_pages(loop, old)
     work.effect.pause_s = loop.clock.now() - begun
     return work.effect
+
+
+def _undo(work: _Work, cause: BaseException) -> None:
+    loop = work.loop
+    try:
+        for step in reversed(work.undo):
+            step()
+    except Exception as error:  # half old, half new: nothing could be computed with it
+        loop.broken = f"an exchange failed ({blame(cause)}) and could not be undone: {blame(error)}"
+        raise EngineStoppedError(loop.broken) from error
+    for state in work.again:
+        if state.status is WAITING:
+            loop.lifecycle.admit(state)
 
 
 def drain(loop: EngineLoop) -> float:
@@ -123,14 +137,14 @@ def _exchange_drained(work: _Work) -> None:
     if switch.workers is not None:
         work.undo.append(partial(_undo_workers, work, running))
         switch.workers()
-    keeps = switch.keeps_pages
+    # Workers that have forgotten everything can only be told of pages by a manager that knows whose they are.
+    tells = switch.workers is None or "tables" in (switch.kv or old).describe().offers
+    keeps = switch.keeps_pages and tells
     if switch.kv is not None:
-        keeps = keeps and _hand_over(old, switch.kv)
+        keeps = work.adopted = keeps and _hand_over(old, switch.kv)
         work.undo.append(partial(setattr, parts, "kv", old))
         parts.kv = switch.kv
         parts.kv.keep_events(loop.hears_pages)
-    if keeps and switch.workers is not None:
-        keeps = "tables" in parts.kv.describe().offers
     if not keeps:
         if switch.kv is None:
             _release(old, running)

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from hotswap.core.blame import blame
-from hotswap.core.interfaces.kvcache import KVCacheManager
+from hotswap.core.errors import EngineStoppedError, ExchangeError
+from hotswap.core.interfaces.kvcache import CacheUsage, KVCacheManager
 
 logger = logging.getLogger(__name__)
 
 TRIAL_STEPS = 8
 """Steps with rows in which new parts must not raise, before the old ones are let go."""
+REVERTS = 3
+"""How often the old parts are brought back, where the first times fail and are undone."""
 
 
 class Trial:
@@ -32,6 +35,7 @@ class Trial:
         self.void = False
         """Steps in flight count for nothing any more: what the workers say of them cannot be trusted."""
         self._lost = False
+        self._reverts_left = REVERTS
         self.over = threading.Event()
 
     def fail(self, problem: str) -> None:
@@ -52,10 +56,12 @@ class Trial:
         if self._speculator and counts.get("dropped_proposals"):
             self.fail(f"{self._speculator} made no proposal, or none that makes sense; the log says why")
 
-    def ends(self) -> bool:
-        """Once a turn, with nothing half done: whether the trial is over, one way or the other."""
+    def conclude(self) -> bool:
+        """Once a turn, with nothing half done: let the old parts go, or bring them back, where it is time. Whether the
+        trial is over. EngineStoppedError where the old parts do not come back."""
         if self.problem is not None:
-            self._revert(self.problem, self._lost)
+            if not self._reverted(self.problem):
+                return False
         elif self.steps_left <= 0:
             self._settle()
         else:
@@ -63,10 +69,24 @@ class Trial:
         self.over.set()
         return True
 
-    def cut_short(self) -> None:
-        """Somebody else needs the place: what has gone well so far has gone well."""
+    def cut_short(self) -> bool:
+        """Somebody else needs the place: what has gone well so far has gone well. Whether the trial is over."""
         self.steps_left = 0
-        self.ends()
+        return self.conclude()
+
+    def _reverted(self, problem: str) -> bool:
+        self._reverts_left -= 1
+        try:
+            self._revert(problem, self._lost)
+        except EngineStoppedError:
+            raise
+        except Exception as error:
+            failed = f"the new parts failed ({problem}), and the old ones do not come back: {blame(error)}"
+            if self._reverts_left <= 0 or not isinstance(error, ExchangeError):
+                raise EngineStoppedError(failed) from error
+            logger.error("%s; trying again", failed)
+            return False
+        return True
 
 
 class TriedKV:
@@ -75,6 +95,7 @@ class TriedKV:
 
     def __init__(self, kv: KVCacheManager, trial: Trial) -> None:
         self.tried, self._trial = kv, trial
+        self._usage = CacheUsage(0, 0, 0, 0, 0)
 
     @classmethod
     def around(cls, kv: KVCacheManager, trial: Trial) -> KVCacheManager:
@@ -82,6 +103,17 @@ class TriedKV:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tried, name)
+
+    def begin_plan(self) -> None:
+        self._guarded("begin_plan", None)
+
+    def usage(self) -> CacheUsage:
+        """From any thread."""
+        self._usage = self._guarded("usage", self._usage)
+        return self._usage
+
+    def owners(self) -> dict[str, int]:
+        return self._guarded("owners", {})  # type: ignore[no-any-return]
 
     def commit(self, *arguments: Any) -> int:
         return self._guarded("commit", 0, *arguments)  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import Model, ModelFacts
-from hotswap.core.interfaces.parallel import RankReport, WorkerInfo
+from hotswap.core.interfaces.parallel import RankReport, Take, WorkerInfo
 from hotswap.core.interfaces.speculator import DraftRow, Drawn, Speculator, SpeculatorServices
 from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 
@@ -127,35 +127,37 @@ class ModelWorker:
         rehearse(placed.attention, shapes, self._settings.device, self._settings.dtype)
 
     @memory_errors()
-    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
-        if back:
-            target, self._former = self._former or self._placed, None
-        else:
-            target, self._former = self._prepared or self._placed, self._placed
-            self._prepared = None
-        self._forget_all()
+    def exchange(self, plan: CachePlan, keeps_pages: bool, take: Take) -> None:
+        leaving, target = self._placed, self._placed
+        if take is Take.FORMER:
+            target = self._former or leaving  # none: the exchange that is undone has not come here
+        elif take is Take.PREPARED:
+            if self._prepared is None:
+                raise RuntimeError("no parts were prepared for this exchange")
+            target, self._prepared = self._prepared, None
+        self._placed, self._former = target, leaving  # at once, so that it can be undone wherever it fails
+        self._forget_all(leaving)
         kept = self._cache if keeps_pages else None
         if kept is None:
             self._cache = None  # before there is another, so that there is room for it
-        self._placed = target
         self._assemble(plan, kept)
 
     def settle(self) -> None:
         self._former = None
 
-    def _forget_all(self) -> None:
+    def _forget_all(self, leaving: Placed) -> None:
         """All requests: they come again as new. A part that is exchanged back finds none of what it knew of them."""
         residents, runner = list(self._table or ()), self._runner
         self._runner = self._table = None
-        self._placed.own_cache.detach()
+        leaving.own_cache.detach()
         if runner is not None:
             runner.graphs = runner.draft_graphs = None  # which know the runner: its memory is wanted now
         for request in residents:
             self._chooser.end(request)
         try:
-            self._placed.speculator.forget(residents)
+            leaving.speculator.forget(residents)
         except Exception:
-            logger.exception("%s raised in forget; it is exchanged, so nobody is told", self._placed.speculator.label)
+            logger.exception("%s raised in forget; it is exchanged, so nobody is told", leaving.speculator.label)
 
     @memory_errors()
     def allocate(self, plan: CachePlan) -> None:

@@ -8,6 +8,7 @@ runs one engine loop's workers, a deployment runs several engines behind a route
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -150,6 +151,15 @@ class RankReport:
     speculator_bytes: int = 0
 
 
+class Take(Enum):
+    """Which parts the workers compute with after an exchange: those that they have, those that were prepared, or those
+    that the last exchange took away. What they had becomes what was taken away."""
+
+    SAME = "same"
+    PREPARED = "prepared"
+    FORMER = "former"
+
+
 class Worker(Protocol):
     """One rank. Built by a factory where it will run."""
 
@@ -163,7 +173,7 @@ class Worker(Protocol):
     def prepare(self, parts: Mapping[str, Component]) -> WorkerInfo:
         """See :meth:`Executor.prepare`. Called beside ``execute``, from another thread."""
 
-    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None: ...
+    def exchange(self, plan: CachePlan, keeps_pages: bool, take: Take) -> None: ...
     def settle(self) -> None: ...
 
     def join(self) -> None:
@@ -222,10 +232,11 @@ class Executor(Component):
         does not fit: nothing is prepared then. From any thread. Only where "exchange" is offered."""
         raise NotImplementedError(f"{type(self).__name__} does not offer exchange")
 
-    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
-        """With no step in flight: every rank takes up what was prepared, with the pages of ``plan``, and forgets all
-        requests. ``keeps_pages``: they are those that it has, and what they hold stays. ``back``: it takes up again
-        what the last exchange took away, also where that one has raised. A rank that raises lets all raise."""
+    def exchange(self, plan: CachePlan, keeps_pages: bool, take: Take) -> None:
+        """With no step in flight: every rank takes up the parts that ``take`` says, with the pages of ``plan``, and
+        forgets all requests. ``keeps_pages``: they are those that it has, and what they hold stays. ``FORMER`` undoes
+        the last exchange, also where that one has raised, be it one with ``FORMER``. A rank that raises lets all raise.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not offer exchange")
 
     def settle(self) -> None:

@@ -18,7 +18,7 @@ from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
 from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Verdict
 from hotswap.core.interfaces.model import ModelFacts
-from hotswap.core.interfaces.parallel import RankPlan, RankReport, WorkerInfo, WorkerRecipe
+from hotswap.core.interfaces.parallel import RankPlan, RankReport, Take, WorkerInfo, WorkerRecipe
 
 if TYPE_CHECKING:
     from hotswap.core.modeling.mesh import Mesh
@@ -52,7 +52,7 @@ class ToyWorker:
     def prepare(self, parts: Mapping[str, Component]) -> WorkerInfo:
         return self.info()
 
-    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
+    def exchange(self, plan: CachePlan, keeps_pages: bool, take: Take) -> None:
         self.allocate(plan)
 
     def settle(self) -> None:

@@ -18,6 +18,7 @@ from hotswap.core.interfaces.parallel import (
     Meeting,
     RankPlan,
     RankReport,
+    Take,
     Ticket,
     Worker,
     WorkerFactory,
@@ -79,8 +80,8 @@ class InlineExecutor(Executor):
         worker: Worker = self._put(lambda worker: worker).result()
         return worker.prepare(parts)
 
-    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
-        self._put(lambda worker: worker.exchange(plan, keeps_pages, back)).result()
+    def exchange(self, plan: CachePlan, keeps_pages: bool, take: Take) -> None:
+        self._put(lambda worker: worker.exchange(plan, keeps_pages, take)).result()
 
     def settle(self) -> None:
         self._put(lambda worker: worker.settle()).result()

@@ -21,6 +21,7 @@ from hotswap.core.interfaces.parallel import (
     Meeting,
     RankPlan,
     RankReport,
+    Take,
     Ticket,
     WorkerFactory,
     WorkerInfo,
@@ -126,8 +127,8 @@ class ProcessesExecutor(Executor):
                 raise ExchangeError(f"rank {rank}: {answer.problem}")
         return _merged([answer.ready for answer in answers if answer.ready is not None])
 
-    def exchange(self, plan: CachePlan, keeps_pages: bool, back: bool = False) -> None:
-        frames = self._running.ask(Kind.EXCHANGE, encode(Exchange(plan, keeps_pages, back)), Kind.EXCHANGED)
+    def exchange(self, plan: CachePlan, keeps_pages: bool, take: Take) -> None:
+        frames = self._running.ask(Kind.EXCHANGE, encode(Exchange(plan, keeps_pages, take)), Kind.EXCHANGED)
         for rank, frame in enumerate(frames):
             told = decode(Exchanged, frame.payload)
             if told.problem is not None:

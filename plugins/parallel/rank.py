@@ -23,7 +23,7 @@ from hotswap.core.execution.child import call
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.messages import StepMessage
-from hotswap.core.interfaces.parallel import RankPlan, Worker, WorkerFactory, WorkerInfo
+from hotswap.core.interfaces.parallel import RankPlan, Take, Worker, WorkerFactory, WorkerInfo
 from hotswap.core.registry import Registry
 from hotswap.plugins.parallel.mesh import DistributedMesh
 
@@ -80,7 +80,7 @@ class Exchange:
 
     plan: CachePlan
     keeps_pages: bool
-    back: bool
+    take: Take
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _prepare(worker: Worker, channel: Channel, refs: dict[str, dict[str, Any]], 
 
 def _exchange(worker: Worker, told: Exchange) -> Exchanged:
     try:
-        worker.exchange(told.plan, told.keeps_pages, told.back)
+        worker.exchange(told.plan, told.keeps_pages, told.take)
     except Exception as error:
         logger.exception("the exchange has failed")
         return Exchanged(blame(error), isinstance(error, MemoryError))

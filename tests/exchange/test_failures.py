@@ -1,0 +1,245 @@
+"""What fails in an exchange, in a trial or on the way back: everything as before, or an engine that ends and says why."""
+
+from threading import Event
+from types import SimpleNamespace
+
+import pytest
+
+from hotswap.core.engine.client import Engine
+from hotswap.core.engine.exchange import EngineExchange, Exchanger, Report
+from hotswap.core.engine.switch import Switch, carry_out
+from hotswap.core.engine.trial import REVERTS, Trial, TriedKV
+from hotswap.core.errors import EngineStoppedError, ExchangeError
+from hotswap.core.interfaces.component import Description
+from hotswap.core.interfaces.kvcache import CacheConstraints
+from hotswap.core.testing.rig import assert_clean, build, expected, make_rig
+
+
+class PlantedError(RuntimeError):
+    pass
+
+
+def raises(*arguments):
+    raise PlantedError("planted")
+
+
+def successor(rig, name):
+    kv = build("kvcache", name)
+    kv.configure(rig.worker.info().cache_specs, 0, CacheConstraints(128, 8, page_size=4, num_pages=64))
+    return kv
+
+
+def put_on_trial(rig, revert=lambda problem, lost: None, **parts):
+    trial = rig.loop.lifecycle.trial = Trial(lambda: None, revert, **{"kv": False, "workers": False, **parts})
+    return trial
+
+
+def test_an_exchange_that_cannot_be_undone_ends_the_engine_with_that_error():
+    rig = make_rig(page_size=4)
+    engine = Engine(rig.loop)
+    try:
+        with pytest.raises(EngineStoppedError, match="could not be undone: PlantedError: planted"):
+            engine.call(lambda: (
+                rig.add("a", [1, 2, 3], 100), carry_out(rig.loop, Switch(rig.loop.limits, workers=raises, back=raises))))
+        engine._thread.join(10)
+        assert "could not be undone" in engine.health()
+        assert rig.client.endings("a") == ["error"]
+        assert "could not be undone" in rig.client.last("a").error
+    finally:
+        engine.stop()
+
+
+def test_old_parts_that_do_not_come_back_at_once_are_brought_back_later():
+    rig, reverts = make_rig(), []
+
+    def revert(problem, lost):
+        reverts.append(problem)
+        if len(reverts) < REVERTS:
+            raise ExchangeError("a transfer did not end; try again later")
+
+    trial = put_on_trial(rig, revert)
+    trial.fail("the new part failed")
+    request = rig.add("a", [1, 2, 3], 6)
+    rig.run()
+    assert reverts == ["the new part failed"] * REVERTS
+    assert trial.over.is_set()
+    assert rig.loop.lifecycle.trial is None
+    assert rig.client.tokens("a") == expected(request)
+
+
+@pytest.mark.parametrize(("error", "times"), [(ExchangeError("planted"), REVERTS), (PlantedError("planted"), 1)])
+def test_old_parts_that_never_come_back_end_the_engine_and_both_reasons_are_told(error, times):
+    rig, reverts = make_rig(), []
+
+    def revert(problem, lost):
+        reverts.append(problem)
+        raise error
+
+    put_on_trial(rig, revert).fail("the new part failed")
+    rig.add("a", [1, 2, 3], 6)
+    with pytest.raises(EngineStoppedError, match=r"the new parts failed \(the new part failed\), and the old .*planted"):
+        rig.run()
+    assert len(reverts) == times
+
+
+@pytest.mark.parametrize("method", ["begin_plan", "usage", "owners"])
+def test_a_manager_on_trial_that_raises_outside_of_a_plan_is_told_to_the_trial(method):
+    rig = make_rig()
+    kv, problems = rig.loop.parts.kv, []
+
+    def revert(problem, lost):
+        problems.append((problem, lost))
+        del vars(kv)[method]
+        rig.loop.parts.kv = kv
+
+    trial = put_on_trial(rig, revert, kv=True)
+    rig.loop.parts.kv = TriedKV.around(kv, trial)
+    setattr(kv, method, raises)
+    getattr(rig.loop.parts.kv, method)()
+    request = rig.add("a", [1, 2, 3], 6)
+    rig.run()
+    [(problem, lost)] = problems
+    assert f"raised in {method}: PlantedError: planted" in problem
+    assert lost
+    assert rig.client.tokens("a") == expected(request)
+    assert_clean(rig)
+
+
+def test_a_scheduler_that_raises_while_an_idle_engine_asks_it_when_to_wake_up_ends_nothing():
+    rig, told = make_rig(), []
+    rig.loop.parts.scheduler.next_wakeup = raises
+    trial = put_on_trial(rig, lambda problem, lost: told.append(problem))
+    engine = Engine(rig.loop)
+    try:
+        assert trial.over.wait(10)
+        assert engine.failure is None
+        assert "raised in next_wakeup: PlantedError: planted" in told[0]
+    finally:
+        engine.stop()
+
+
+def test_a_row_that_fails_on_workers_on_trial_ends_no_request():
+    rig, problems = make_rig(page_size=4), []
+    execute = rig.worker.execute
+
+    def broken(message):
+        verdict = execute(message)
+        for row in verdict.rows:
+            row.error = "the logits are no numbers"
+        return verdict
+
+    def forget():
+        rig.worker.sequences.clear()
+        rig.worker.execute = execute
+
+    def revert(problem, lost):
+        problems.append(problem)
+        carry_out(rig.loop, Switch(rig.loop.limits, workers=forget, back=forget, keeps_pages=not lost))
+
+    rig.worker.execute = broken
+    put_on_trial(rig, revert, workers=True)
+    request = rig.add("a", [1, 2, 3], 6)
+    rig.run()
+    assert problems == ["the logits are no numbers"]
+    assert rig.client.tokens("a") == expected(request)
+    assert rig.client.endings("a") == ["length"]
+
+
+def test_cached_pages_that_an_idle_engine_hands_over_are_not_told_to_be_gone():
+    rig, heard = make_rig(page_size=4), []
+    rig.loop.watch(heard.extend)
+    rig.add("a", list(range(8)) * 2, 2)
+    rig.run()
+    assert carry_out(rig.loop, Switch(rig.loop.limits, kv=successor(rig, "radix"))).handed_over == 0
+    assert "reset" not in {event.kind for event in heard}
+    rig.add("b", list(range(8)) * 2, 2)
+    rig.run()
+    assert rig.client.last("b").cached_tokens == 12
+
+
+def test_a_manager_that_cannot_say_whose_pages_are_whose_takes_none_over_while_workers_change():
+    rig = make_rig(page_size=4)
+    request = rig.add("a", [1, 2, 3], 9)
+    rig.loop.turn()
+    kv = successor(rig, "radix")
+    offers = kv.describe().offers - {"tables"}
+    assert "handover" in offers
+    kv.describe = lambda: Description(offers=offers)
+    effect = carry_out(rig.loop, Switch(
+        rig.loop.limits, kv=kv, workers=rig.worker.sequences.clear, back=rig.worker.sequences.clear))
+    assert (effect.handed_over, effect.recomputed) == (0, 1)
+    assert kv.usage().held == 0
+    rig.run()
+    assert rig.client.tokens("a") == expected(request)
+    assert_clean(rig)
+
+
+def test_a_call_that_was_given_up_does_not_happen_later():
+    rig, happened = make_rig(), []
+    engine = Engine(rig.loop)
+    hold, held = Event(), Event()
+    try:
+        engine._command(lambda: (held.set(), hold.wait(10)))
+        assert held.wait(10)
+        with pytest.raises(EngineStoppedError, match="and it will not happen"):
+            engine.call(lambda: happened.append("late"), timeout_s=0.01)
+        hold.set()
+        engine.call(lambda: happened.append("next"))
+        assert happened == ["next"]
+    finally:
+        hold.set()
+        engine.stop()
+
+
+@pytest.fixture
+def several(monkeypatch):
+    """An exchanger of three engines; ``failures``: why one has ended, ``errors``: what its exchange raises."""
+    box = SimpleNamespace(failures={}, errors={}, exchanged=[])
+    engines = [SimpleNamespace(replica=SimpleNamespace(name=name), engine=SimpleNamespace(failure=None))
+               for name in "012"]
+
+    def begin(self, built, *arguments):
+        self.built = built
+
+    def exchange(self):
+        name = self.built.replica.name
+        if name in box.errors:
+            raise box.errors[name]
+        box.exchanged.append(name)
+        return Report(name, ())
+
+    monkeypatch.setattr(EngineExchange, "__init__", begin)
+    monkeypatch.setattr(EngineExchange, "carry_out", exchange)
+
+    def run(replica=None):
+        for built in engines:
+            built.engine.failure = box.failures.get(built.replica.name)
+        return box.exchanger.exchange(["scheduler=static"], replica)
+
+    box.exchanger, box.run = Exchanger(engines, None, 64), run
+    return box
+
+
+def test_an_engine_that_has_ended_is_left_out_with_a_note(several):
+    several.failures["1"] = "it is gone"
+    reports = several.run()
+    assert several.exchanged == ["0", "2"]
+    assert reports[0].notes == ("engine '1' has ended, and was left out: it is gone",)
+    with pytest.raises(EngineStoppedError, match="it is gone"):
+        several.run("1")
+
+
+def test_an_engine_that_ends_on_the_way_hides_no_report_of_those_before(several):
+    several.errors["1"] = EngineStoppedError("it ends")
+    with pytest.raises(ExchangeError, match="it ends") as caught:
+        several.run()
+    assert [report.replica for report in caught.value.reports] == ["0"]
+    several.errors = {"0": EngineStoppedError("it ends")}
+    with pytest.raises(EngineStoppedError):
+        several.run()
+
+
+def test_two_exchanges_at_once_are_refused_instead_of_waiting_for_one_another(several):
+    with several.exchanger._lock, pytest.raises(ExchangeError, match="another exchange is under way"):
+        several.run()
+    assert len(several.run()) == 3
