@@ -27,11 +27,14 @@ def command(
         raise click.UsageError("give --key or --key-file: the server's server.admin_key.")
     if key_file is not None:
         key = _read(key_file)
-    status, answer = _post(f"{url.rstrip('/')}/admin/components", key or "", {"set": list(sets), "replica": replica})
+    body = {"set": list(sets), "replica": replica}
+    status, answer = _post(f"{url.rstrip('/')}/admin/components", _checked(key or ""), body)
     if status != 200:
-        message = answer.get("error", {}).get("message", answer) if isinstance(answer, dict) else answer
-        click.echo(f"hotswap: {message}", err=True)
+        click.echo(f"hotswap: {_message(status, answer)}", err=True)
         raise SystemExit(2 if 400 <= status < 500 and status != 409 else 1)
+    if not (isinstance(answer, dict) and isinstance(answer.get("engines"), list)):
+        click.echo(f"hotswap: {url} is no hotswap server, it answers: {str(answer)[:500]}", err=True)
+        raise SystemExit(1)
     if as_json:
         click.echo(json.dumps(answer, indent=2))
     else:
@@ -39,12 +42,37 @@ def command(
             click.echo("\n".join(_lines(engine)))
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Would send the key to whoever the answer names."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+def _message(status: int, answer: Any) -> str:
+    if 300 <= status < 400:
+        return f"the server answers {status}, a redirect, which would take the key elsewhere; give the --url behind it"
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message or answer or f"the server answers {status}")
+
+
 def _read(file: Path) -> str:
     try:
         with click.open_file(str(file)) as opened:
-            return str(opened.read()).strip()
+            key = str(opened.read()).strip()
     except OSError as error:
         raise click.UsageError(f"--key-file {file}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"--key-file {file}: is no text.") from error
+    return key
+
+
+def _checked(key: str) -> str:
+    """Before it is put into a header, whose error would show it."""
+    if not key.isascii() or not key.isprintable() or not key:
+        raise click.UsageError("the key should be one line of ASCII characters.")
+    return key
 
 
 def _post(url: str, key: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -54,7 +82,7 @@ def _post(url: str, key: str, body: dict[str, Any]) -> tuple[int, Any]:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S) as response:
             return response.status, _parsed(response.read())
     except urllib.error.HTTPError as error:
         return error.code, _parsed(error.read())

@@ -7,15 +7,19 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from hotswap.core.engine import assembly as assembly_module
 from hotswap.core.engine import exchange as exchange_module
+from hotswap.core.engine import switch as switch_module
 from hotswap.core.engine.exchange import EngineExchange
 from hotswap.core.engine.trial import Trial
 from hotswap.core.errors import ConfigError, ExchangeError
+from hotswap.core.execution import worker as worker_module
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.runner import ModelRunner
@@ -553,3 +557,68 @@ def test_both_roles_exchange_while_pages_travel_between_them(deploy, tiny):
     assert deployed.generate(prompts, TOKENS) == expected
     assert all(seen["error"] == 0 for seen in deployed.seen)
     deployed.assert_clean()
+
+
+def test_what_was_prepared_for_an_exchange_that_failed_is_not_put_in_place_by_the_next(loaded, monkeypatch):
+    engine, prompts, expected = loaded
+
+    def late(loop: Any) -> float:
+        raise ExchangeError("a transfer of pages did not end")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(switch_module, "drain", late)
+        with pytest.raises(ExchangeError, match="did not end"):
+            engine.built.exchange(["attention=RunRaises"])
+    [report] = under_load(engine, prompts, expected, lambda: engine.built.exchange(["kvcache.num_blocks=150"]))
+    assert report.proven
+    assert engine.generate(prompts, TOKENS) == expected
+    engine.assert_clean()
+
+
+def test_the_cache_keeps_its_bytes_whatever_is_free_during_an_exchange(run, tiny, noisy, monkeypatch):
+    free = [1 << 40]
+    monkeypatch.setattr(worker_module, "free_bytes", lambda device: free[0])
+    config = tiny.config("chunked", "prefix", "none", 1)
+    config["kvcache"].pop("num_blocks", None)
+    whole = run(config).built.cache_plan.groups["full"].num_pages
+    monkeypatch.setattr(assembly_module, "cache_room", scarce(assembly_module.cache_room))
+    monkeypatch.setattr(exchange_module, "cache_room", assembly_module.cache_room)
+    engine = run(config)
+    begun = engine.built.cache_plan
+    assert begun.groups["full"].num_pages < whole
+    for percent in (50, 300):
+        free[0] = (1 << 40) * percent // 100
+        for speculator in ("ngram", "none"):
+            [report] = engine.built.exchange([f"speculator={speculator}"])
+            assert engine.built.cache_plan == begun
+            assert report.effect.recomputed == 0
+    [report] = engine.built.exchange([f"speculator={{use: draft, model: '{noisy}', max_draft: 3}}"])
+    assert engine.built.cache_plan.groups["full"].num_pages < begun.groups["full"].num_pages
+    engine.built.exchange(["speculator=none"])
+    assert engine.built.cache_plan == begun
+    engine.assert_clean()
+
+
+def scarce(room: Any) -> Any:
+    """``cache_room`` where what is free at the start is half of what could ever be used."""
+    begun: list[float] = []
+
+    def bounded(config: Any, info: Any, max_model_len: int) -> Any:
+        whole = room(config, info, max_model_len)
+        begun.append(whole.num_bytes / 2 / info.free_bytes)
+        return replace(whole, num_bytes=int(begun[0] * info.free_bytes))
+
+    return bounded
+
+
+def test_a_trial_that_fails_after_the_answer_takes_back_what_requests_may_ask(run, tiny, planted, monkeypatch):
+    monkeypatch.setattr(exchange_module, "IDLE_S", 0.0)
+    engine = run(tiny.config("chunked", "prefix", "none", 1))
+    prompts = tiny.prompts()
+    expected = engine.generate(prompts, 8)
+    [report] = engine.built.exchange(["scheduler=Own", "kvcache=ReserveRaises"])
+    assert not report.proven
+    assert "Own" in engine.built.request_options
+    assert engine.generate(prompts, 8) == expected
+    assert engine.built.effective()["scheduler"]["use"] == "chunked"
+    assert "Own" not in engine.built.request_options

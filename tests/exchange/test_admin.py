@@ -1,5 +1,8 @@
 """Who may exchange parts, and how the server answers."""
 
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
 import httpx
 import pytest
 from click.testing import CliRunner
@@ -167,3 +170,67 @@ def test_a_server_that_is_not_there_is_named():
     result = CliRunner().invoke(command, ["--url", "http://127.0.0.1:9", "--key", "k", "scheduler=b"])
     assert result.exit_code == 1
     assert "http://127.0.0.1:9/admin/components does not answer" in result.output
+
+
+class Elsewhere:
+    """A server that answers every request as told, and keeps what it was asked."""
+
+    def __init__(self, status=200, body=b"{}", **headers):
+        asked = self.asked = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                asked.append((self.path, self.headers.get("Authorization")))
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST
+
+            def log_message(self, *arguments):
+                """Not into the test's output."""
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *arguments):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_key_does_not_follow_a_redirect(status):
+    with Elsewhere() as other, Elsewhere(status, Location=f"{other.url}/x") as server:
+        result = CliRunner().invoke(command, ["--url", server.url, "--key", KEY, "scheduler=b"])
+    assert result.exit_code == 1
+    assert len(server.asked) == 1
+    assert not other.asked
+    assert "redirect" in result.output
+
+
+@pytest.mark.parametrize("content", [b"the-secret\nand-more\n", b"the-secret\xff", "the-secret\u00e9".encode(), b"\n"])
+def test_a_key_file_that_holds_no_key_is_refused_and_not_shown(tmp_path, content):
+    (tmp_path / "key").write_bytes(content)
+    result = CliRunner().invoke(
+        command, ["--url", "http://127.0.0.1:9", "--key-file", str(tmp_path / "key"), "scheduler=b"])
+    assert result.exit_code == 2, result.output
+    assert "the-secret" not in result.output
+    assert "and-more" not in result.output
+
+
+@pytest.mark.parametrize(("status", "body", "said"), [
+    (200, b"[]", "is no hotswap server"), (200, b"hello", "hello"), (200, b'{"engines": 1}', "is no hotswap server"),
+    (502, b'{"error": "bad gateway"}', "bad gateway"), (502, b'["x"]', "x"), (502, b"", "502")])
+def test_what_no_hotswap_server_would_answer_is_told_and_not_stumbled_over(status, body, said):
+    with Elsewhere(status, body) as server:
+        result = CliRunner().invoke(command, ["--url", server.url, "--key", KEY, "scheduler=b"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert said in result.output

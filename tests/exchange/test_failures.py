@@ -1,4 +1,4 @@
-"""What fails in an exchange, in a trial or on the way back: everything as before, or an engine that ends and says why."""
+"""What fails in an exchange, in a trial or on the way back: everything as before, or an end that is explained."""
 
 from threading import Event
 from types import SimpleNamespace
@@ -36,11 +36,10 @@ def put_on_trial(rig, revert=lambda problem, lost: None, **parts):
 
 def test_an_exchange_that_cannot_be_undone_ends_the_engine_with_that_error():
     rig = make_rig(page_size=4)
-    engine = Engine(rig.loop)
+    engine, broken = Engine(rig.loop), Switch(rig.loop.limits, workers=raises, back=raises)
     try:
         with pytest.raises(EngineStoppedError, match="could not be undone: PlantedError: planted"):
-            engine.call(lambda: (
-                rig.add("a", [1, 2, 3], 100), carry_out(rig.loop, Switch(rig.loop.limits, workers=raises, back=raises))))
+            engine.call(lambda: (rig.add("a", [1, 2, 3], 100), carry_out(rig.loop, broken)))
         engine._thread.join(10)
         assert "could not be undone" in engine.health()
         assert rig.client.endings("a") == ["error"]
@@ -77,7 +76,7 @@ def test_old_parts_that_never_come_back_end_the_engine_and_both_reasons_are_told
 
     put_on_trial(rig, revert).fail("the new part failed")
     rig.add("a", [1, 2, 3], 6)
-    with pytest.raises(EngineStoppedError, match=r"the new parts failed \(the new part failed\), and the old .*planted"):
+    with pytest.raises(EngineStoppedError, match=r"the new parts failed \(the new part failed\), and the .*planted"):
         rig.run()
     assert len(reverts) == times
 
