@@ -54,7 +54,7 @@ class _Shared:
 
     def __init__(self, plan: Plan, now: Callable[[], float], progress: bool) -> None:
         self._sampling, self._now, self._progress = plan.experiment.sampling, now, progress
-        self._models = SharedModels(sum(arm.config is not None for arm in plan.arms))
+        self._models = SharedModels(sum(arm.config is not None for arm in plan.arms), in_turn=True)
         self._kv_bytes: int | None = None
 
     def start(self, arm: ArmPlan) -> Target:

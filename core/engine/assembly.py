@@ -197,7 +197,7 @@ class Assembly:
             self._checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"),
             replace(
                 settings, graphs=keys, needs_graphs=config.execution.graphs == "full"),
-            transfer=_transfer(parts))
+            transfer=_transfer(parts), lane=self._models.lane(replica.index))
         return self._models.join(builder) if self._facts.concurrent and alone else builder
 
     def _loop(

@@ -9,6 +9,7 @@ import torch
 
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.errors import ConfigError
+from hotswap.core.execution.lane import Lane, WorkerInLane
 from hotswap.core.execution.placed import check_support
 from hotswap.core.execution.settings import WorkerSettings
 from hotswap.core.execution.worker import ModelWorker
@@ -17,7 +18,7 @@ from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.model import Model
-from hotswap.core.interfaces.parallel import RankPlan, WorkerRecipe
+from hotswap.core.interfaces.parallel import RankPlan, Worker, WorkerRecipe
 from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 
@@ -49,11 +50,18 @@ class LoadOnce:
 
 class SharedModels:
     """The models of a process, each built and loaded once for all engines that can share it. ``engines``: how many will
-    run beside one another; each gets that part of the memory."""
+    run beside one another; each gets that part of the memory. ``in_turn``: of these, one at a time has work, so that
+    they can compute on one thread."""
 
-    def __init__(self, engines: int = 1) -> None:
+    def __init__(self, engines: int = 1, in_turn: bool = False) -> None:
         self.engines = engines
+        self._in_turn, self._lanes = in_turn, dict[int, Lane]()
         self._lock, self._first = threading.Lock(), dict[tuple[str, ...], tuple[Model, LoadOnce]]()
+
+    def lane(self, index: int) -> Lane | None:
+        """For the engines with this ``index`` in their deployments: those beside it compute at the same time."""
+        with self._lock:
+            return self._lanes.setdefault(index, Lane()) if self._in_turn else None
 
     def join(self, builder: "WorkerBuilder") -> "WorkerBuilder":
         """``builder`` with the model of the first one that was alike in all that a loaded model depends on."""
@@ -68,7 +76,7 @@ class SharedModels:
 @dataclass(frozen=True)
 class WorkerBuilder:
     """A :class:`WorkerFactory`: it builds and loads the worker where it is called. ``loading`` is that of every builder
-    with the same ``model``."""
+    with the same ``model``. ``lane``: where the worker computes in this process; by default on the calling thread."""
 
     checkpoint: "Checkpoint"
     model: Model
@@ -79,8 +87,14 @@ class WorkerBuilder:
     clock: Callable[[], float] | None = None
     loading: LoadOnce = field(default_factory=LoadOnce)
     transfer: KVTransfer | None = None
+    lane: Lane | None = None
 
-    def __call__(self, plan: RankPlan, rank: int, mesh: Mesh | None = None) -> ModelWorker:
+    def __call__(self, plan: RankPlan, rank: int, mesh: Mesh | None = None) -> Worker:
+        if self.lane is None:
+            return self._worker(plan, rank, mesh)
+        return WorkerInLane(self.lane, self.settings.num_threads, lambda: self._worker(plan, rank, mesh))
+
+    def _worker(self, plan: RankPlan, rank: int, mesh: Mesh | None) -> ModelWorker:
         mesh, model = mesh or LOCAL_MESH, self.model
         settings = replace(self.settings, device=mesh.place(self.settings.device))
         if plan.world_size != 1 and mesh.alone:
