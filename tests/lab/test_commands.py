@@ -330,7 +330,7 @@ def test_sessions_and_traces_of_turns_are_measured(experiment, tmp_path):
     assert all(record.error is None for block in blocks_of(out) for record in block.requests)
 
 
-def test_an_arm_that_waits_for_its_turn_uses_no_cpu(config):
+def test_arms_compute_on_one_thread_and_one_that_waits_for_its_turn_uses_no_cpu(config):
     workload = {"use": "synthetic", "prompt": 20}
     plan = make_plan(load_experiment({
         "base": str(config), "arms": {"static": {"scheduler": "static"}}, "workload": workload}))
@@ -338,6 +338,7 @@ def test_an_arm_that_waits_for_its_turn_uses_no_cpu(config):
     with started(plan, now, progress=False) as arms:
         for arm in arms:
             run_load(arm.target, zip(range(4), plan.items(), strict=False), ClosedLoop(2), now, name=arm.name)
+        assert sum(thread.name.startswith("hotswap-lane") for thread in threading.enumerate()) == 1
         threading.Event().wait(0.3)
         shares = []
         for _ in range(3):
