@@ -3,12 +3,14 @@
     python benchmarks/experiment/real_runs.py null --runs 20 [--minutes 4]
     python benchmarks/experiment/real_runs.py power --runs 5 [--minutes 10] [--slowdown 0.03]
 
-To be run alone on the machine. Each run is a process of its own and keeps its report in ``data/real-null/01`` and so
-on; runs that are there already are not run again. The table is made of all of them. The slowdown is the plugin in
+To be run alone on the machine. Each run is a process of its own and keeps its result, with all samples, in
+``data/real-null/01`` and so on; runs that are there already are not run again. The table is made of all of them. The
+slowdown is the plugin in
 ``slowdown/``; it need not be installed, since the runs find it through a folder of their own.
 """
 
 import argparse
+import gzip
 import os
 import shutil
 import subprocess
@@ -29,12 +31,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PLUGIN = HERE / "slowdown"
 WORKLOAD = {"use": "synthetic", "prompt": 64, "output": 16}
+PACKED = "result.json.gz"
 
 
-def experiment(arm: dict[str, object], minutes: float, seed: int) -> dict[str, object]:
+def experiment(arm: dict[str, object], minutes: float, seed: int, folder: Path) -> dict[str, object]:
     return {
-        "base": str(ROOT / "examples" / "quickstart.yaml"), "arms": {"arm": arm}, "workload": WORKLOAD,
-        "load": {"concurrency": 4}, "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "base": os.path.relpath(ROOT / "examples" / "quickstart.yaml", folder), "arms": {"arm": arm},
+        "workload": WORKLOAD, "load": {"concurrency": 4}, "sampling": {"temperature": 0.0, "ignore_eos": True},
         "slo": {"ttft": "300ms", "tpot": "50ms"}, "minutes": minutes, "seed": seed}
 
 
@@ -71,16 +74,33 @@ class Run:
 
 def run(kind: str, number: int, arm: dict[str, object], minutes: float, out: Path) -> Run:
     folder = out / f"real-{kind}" / f"{number:02}"
-    if not (folder / "result.json").exists():
+    if not (folder / PACKED).exists():
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "experiment.yaml"
-        file.write_text(yaml.safe_dump(experiment(arm, minutes, number)))
+        file.write_text(yaml.safe_dump(experiment(arm, minutes, number, folder)))
         with installed() as plugin:
             paths = [plugin, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
             subprocess.run(
                 [sys.executable, "-m", "hotswap", "ab", str(file), "--out", str(folder)], check=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
-    return Run(folder, read_result(folder / "result.json"))
+        pack(folder)
+    return Run(folder, unpack(folder))
+
+
+def pack(folder: Path) -> None:
+    """Only the result is kept: the page and the journal are made of the same samples. Paths begin at the repository."""
+    plain = folder / "result.json"
+    text = plain.read_text("utf-8").replace(f"{ROOT}/", "")
+    (folder / PACKED).write_bytes(gzip.compress(text.encode(), mtime=0))
+    for file in (plain, folder / "records.jsonl", folder / "report.html"):
+        file.unlink()
+
+
+def unpack(folder: Path) -> Result:
+    with tempfile.TemporaryDirectory() as room:
+        plain = Path(room) / "result.json"
+        plain.write_bytes(gzip.decompress((folder / PACKED).read_bytes()))
+        return read_result(plain)
 
 
 def main() -> None:
