@@ -1,5 +1,7 @@
 """What backends share about pages."""
 
+import math
+
 import numpy as np
 import torch
 
@@ -24,3 +26,11 @@ def rest_of_pages(last: torch.Tensor, page_size: int) -> torch.Tensor:
     page's last one again. Of a page that is full that is the slot itself, which a step writes after it has cleared."""
     behind = last[:, None] + 1 + torch.arange(page_size, device=last.device)
     return behind.minimum((last // page_size * page_size + page_size - 1)[:, None])
+
+
+def zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """On a CPU numpy asks the system for zeroed memory, which costs nothing until it is written: a large cache is there
+    at once, and takes what it holds. torch would write every zero."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)

@@ -4,7 +4,6 @@ Legend: T tokens, R rows, m queries of a row, L keys of a row, P its pages, S to
 key-value heads, G = H / K, D head size.
 """
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +21,7 @@ from hotswap.core.interfaces.attention import (
 )
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.layout import BatchLayout, GroupLayout
-from hotswap.plugins.attention.pages import begun_pages, rest_of_pages
+from hotswap.plugins.attention.pages import begun_pages, rest_of_pages, zeros
 
 SHORT = 16
 """Rows of at most so many queries (decoding, verification) share one call; longer ones get calls of their own."""
@@ -144,7 +143,7 @@ class TorchAttention(AttentionBackend):
         block, so that few long pieces are gathered, and a row's keys come out head by head."""
         size = (num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
         dtype = getattr(torch, limits.dtype)
-        return _zeros(size, dtype, limits.device), _zeros(size, dtype, limits.device)
+        return zeros(size, dtype, limits.device), zeros(size, dtype, limits.device)
 
     def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> _State:
         return _State(group, shape, limits.device, getattr(torch, limits.dtype))
@@ -351,14 +350,6 @@ def _staircase(length: int, window: int | None, dtype: torch.dtype) -> torch.Ten
     if window is not None:
         hidden |= keys <= asking - window
     return torch.zeros(BLOCK, length, dtype=dtype).masked_fill_(hidden, float("-inf"))
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """On a CPU numpy asks the system for zeroed memory, which costs nothing until it is written: a large cache is there
-    at once, and takes what it holds. torch would write every zero."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
 
 
 def _selection(tokens: IntArray, device: str) -> Selection:

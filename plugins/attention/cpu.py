@@ -1,0 +1,152 @@
+"""The ``cpu`` attention backend: plans a step on the host; :mod:`hotswap.plugins.cpu.attention_kernels` computes it."""
+
+import platform
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotswap.core.execution.layout import IntArray
+from hotswap.core.interfaces.attention import HND, AttentionBackend, AttentionSupport, BatchLimits, GroupShape
+from hotswap.core.interfaces.layout import BatchLayout
+from hotswap.plugins.attention.pages import zeros
+from hotswap.plugins.cpu import attention_words as w
+from hotswap.plugins.cpu.team import Kernel, check_numba, compile_kernels, team_note
+
+LANES = 16
+"""Lines of scratch memory are whole vectors of the widest registers."""
+
+Cache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+
+
+class CPUAttention(AttentionBackend):
+    """Kernels of our own for CPUs, which read the pages where they lie; compiled by numba, on torch's threads.
+
+    FlashAttention (Dao et al. 2022) over pages (PagedAttention, Kwon et al. 2023); the keys of a row are divided among
+    the cores as in Flash-Decoding (2023), so that work is shared by tokens to read and not by requests. Keys and values
+    are read once for all query heads that share them. Prompts, chunks, drafts and decodes are one call. Sums are
+    float32. A row's result does not depend on its neighbours, nor on the number of threads, in any bit.
+
+    Choose it on CPUs. It needs numba and no compiler: at the first start kernels are compiled, which takes some
+    seconds, and then they are kept. The floor of a decoding step is memory traffic: 2 · K · D · itemsize ·
+    Σ min(length, window) bytes a layer.
+    """
+
+    def __init__(self, options: Any = None, parts: Any = None) -> None:
+        super().__init__(options, parts)
+        check_numba("the cpu attention backend")
+
+    def support(self) -> AttentionSupport:
+        """Registers of all processors convert bfloat16, which is half of a float32; float16 needs instructions."""
+        converts = platform.machine() in ("aarch64", "arm64") or torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+        return AttentionSupport(
+            devices=("cpu",), dtypes=("float32", "bfloat16", *(("float16",) if converts else ())), layouts=(HND,),
+            clean_pages=True, rounding=0.0, note=team_note())
+
+    def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
+        """Two tensors [pages, K, S, D], zeroed, as the torch backend's, so that one can go on with the other's."""
+        size = (num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
+        dtype = getattr(torch, limits.dtype)
+        return zeros(size, dtype, limits.device), zeros(size, dtype, limits.device)
+
+    def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> "_State":
+        kernels = import_module("hotswap.plugins.cpu.attention_kernels")  # late: it imports numba
+        plan, attend = kernels.plan, getattr(kernels, f"attend_{limits.dtype}")
+        compile_kernels((plan, attend))
+        return _State(group, shape, getattr(torch, limits.dtype).itemsize, plan, attend)
+
+    def plan(self, state: "_State", layout: BatchLayout) -> None:
+        state.prepare(layout)
+
+    def run(
+        self, state: "_State", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, out: torch.Tensor,
+    ) -> None:
+        state.run(q, k, v, cache, out)
+
+
+class _State:
+    """One cache group's words, and the memory that these point to. ``step``: the tensors of the step at hand."""
+
+    def __init__(self, group: str, shape: GroupShape, itemsize: int, plan: Kernel, attend: Kernel) -> None:
+        self.group, self.itemsize, self._plan, self._attend = group, itemsize, plan, attend
+        self.words = np.zeros(w.NUM_WORDS, np.int64)
+        self.address = self.words.ctypes.data
+        self.step: tuple[torch.Tensor, ...] = ()
+        self.threads = self.members = 0
+        self._held: dict[int, IntArray] = {}
+        heads, dims = shape.heads // shape.kv_heads, shape.head_dim
+        padded = -(-dims // LANES) * LANES
+        self._set(
+            (w.KV_HEADS, shape.kv_heads), (w.GROUP, heads), (w.HEAD_DIM, dims), (w.PADDED, padded),
+            (w.ROW_BYTES, dims * itemsize), (w.PAGE_SIZE, shape.page_size), (w.WINDOW, shape.window or 0),
+            (w.SCALE, _bits(shape.scale)), (w.SOFTCAP, _bits(shape.softcap or 0.0)))
+        lines = -(-max(w.TILE_ROWS // heads * heads, heads) // w.ROWS_AT_ONCE) * w.ROWS_AT_ONCE
+        offset = lines * padded * 4
+        for word, size in (
+            (w.SUMS, lines * padded * 4),
+            (w.SCORES, max(lines * w.TILE_KEYS, w.SHORT_ROWS * w.SHORT_PART) * 4),
+            (w.PLACES, (w.SHORT_PART + w.AHEAD) * 8), (w.COLUMNS, dims * w.TILE_KEYS * 4),
+            (w.LINES, w.TILE_KEYS * padded * 4), (w.GREATEST, lines * 4), (w.TOTALS, lines * 4),
+        ):
+            self._set((word, offset))
+            offset += -(-size // 64) * 64
+        self._set((w.SCRATCH_BYTES, offset))
+        self._hold(w.COUNTERS, w.NUM_COUNTERS * 8)
+
+    def prepare(self, layout: BatchLayout) -> None:
+        pages = layout.groups[self.group]
+        self.step = tuple(
+            tensor.contiguous() for tensor in (pages.page_table, pages.slots, layout.query_starts, layout.kv_lens))
+        table, slots, starts, lengths = self.step
+        self._set(
+            (w.TABLE, table.data_ptr()), (w.TABLE_WIDTH, table.shape[1]), (w.SLOTS, slots.data_ptr()),
+            (w.STARTS, starts.data_ptr()), (w.LENGTHS, lengths.data_ptr()), (w.ROWS, len(lengths)),
+            (w.TOKENS, len(slots)))
+        self._plan(self.address, 1)
+        if self._grow():
+            self._plan(self.address, 1)
+        self.threads = min(torch.get_num_threads(), int(self.words[w.NUM_ITEMS]))
+        if self.threads > self.members:
+            self.members = self.threads
+            self._hold(w.SCRATCH, self.members * int(self.words[w.SCRATCH_BYTES]))
+
+    def _grow(self) -> bool:
+        """Make room for what ``plan`` has counted; whether there was too little."""
+        grown = False
+        for found, room, word, size in (
+            (w.NUM_ITEMS, w.MAX_ITEMS, w.ITEMS, 8 * w.NUM_FIELDS), (w.NUM_PARTIALS, w.MAX_PARTIALS, w.PARTIALS, 4),
+            (w.NUM_ARRIVALS, w.MAX_ARRIVALS, w.ARRIVALS, 8),
+        ):
+            if self.words[found] > self.words[room]:
+                most = 2 * int(self.words[found])
+                self._set((room, most))
+                self._hold(word, most * size)
+                grown = True
+        return grown
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, out: torch.Tensor) -> None:
+        q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
+        assert out.stride(2) == 1, f"the numbers of a head must lie side by side, but out has strides {out.stride()}"
+        size = self.itemsize
+        self.words[: w.TABLE] = (
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(),
+            *(size * stride for tensor in (q, k, v, out) for stride in tensor.stride()[:2]))
+        self._held[w.COUNTERS][:] = 0
+        self._attend(self.address, self.threads)
+
+    def _set(self, *words: tuple[int, int]) -> None:
+        for word, value in words:
+            self.words[word] = value
+
+    def _hold(self, word: int, size: int) -> None:
+        """Give ``word`` the address of ``size`` zeroed bytes, on a cache line of their own."""
+        memory = np.zeros(size // 8 + 16, np.int64)
+        skip = -memory.ctypes.data % 64 // 8
+        self._held[word] = memory[skip : skip + size // 8]
+        self._set((word, self._held[word].ctypes.data))
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))

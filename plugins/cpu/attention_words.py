@@ -1,0 +1,50 @@
+"""The words of the attention kernels: the host fills them in, and the kernels read them, by these names.
+
+Sizes in numbers or pieces, strides in bytes. The cache is HND: vector (page K + head) S + token.
+"""
+
+(
+    # the tensors of one layer, new for each run
+    QUERIES, KEYS, VALUES, KEY_CACHE, VALUE_CACHE, OUT,
+    Q_TOKEN, Q_HEAD, K_TOKEN, K_HEAD, V_TOKEN, V_HEAD, OUT_TOKEN, OUT_HEAD,
+    # the step's layout
+    TABLE, TABLE_WIDTH, SLOTS, STARTS, LENGTHS, ROWS, TOKENS,
+    # the group's shape; WINDOW is 0 where there is none; SCALE and SOFTCAP are the bits of a float32
+    KV_HEADS, GROUP, HEAD_DIM, PADDED, ROW_BYTES, PAGE_SIZE, WINDOW, SCALE, SOFTCAP,
+    # what `plan` finds, and how much room there is for it
+    ITEMS, MAX_ITEMS, NUM_ITEMS, PARTIALS, MAX_PARTIALS, NUM_PARTIALS, ARRIVALS, MAX_ARRIVALS, NUM_ARRIVALS,
+    # what the threads change: counters, and scratch memory for each thread, by offsets
+    COUNTERS, SCRATCH, SCRATCH_BYTES, SUMS, SCORES, PLACES, COLUMNS, LINES, GREATEST, TOTALS,
+    NUM_WORDS,
+) = range(50)
+
+(ROW, TOKEN, COUNT, POSITION, HEAD, BEGIN, END, PART, PARTS, PARTIAL, ARRIVAL, NUM_FIELDS) = range(12)
+"""Of an item: ``COUNT`` queries, from ``TOKEN`` of the batch and ``POSITION`` of ``ROW`` on, with the keys of ``HEAD``
+from ``BEGIN`` to before ``END``: part ``PART`` of ``PARTS``, whose results go to ``PARTIAL``. The last of them to
+arrive, by the counter ``ARRIVAL``, merges."""
+
+NEXT, WRITTEN, MEMBERS, NUM_COUNTERS = range(0, 32, 8)
+"""Places among the counters: the next item; blocks written; threads that have come. Each on a cache line of its own."""
+
+SHORT_ROWS = 8
+"""Queries times heads of a group up to which a row is short: its keys are read as they are. Of others the keys are
+converted and turned first, which is worth it when more rows read them."""
+
+SHORT_PART, LONG_PART = 256, 512
+"""Keys of a part, for short rows and others. Parts begin at multiples: where does not depend on a row's neighbours."""
+
+TILE_ROWS = 96
+"""Queries times heads of a group that share the converted keys: queries of a longer row are cut into tiles."""
+
+TILE_KEYS = 64
+"""Keys that are converted at a time."""
+
+ROWS_AT_ONCE = 6
+"""Rows of a product that are held in registers; scratch memory reaches to a multiple."""
+
+AHEAD = 16
+"""How many keys, or values, ahead memory is asked for the next ones: their pages lie anywhere, and the processor does
+not guess that. Places reach so far beyond the last key."""
+
+WRITE_TOKENS = 16
+"""Tokens whose keys and values one thread writes before it asks for more work."""

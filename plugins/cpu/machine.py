@@ -1,0 +1,126 @@
+"""What kernels need of the machine and numba does not offer: addresses, atomic counters, the bits of 16-bit numbers.
+
+Imports numba: import this module where a part is bound, and nowhere before.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from llvmlite import ir
+from numba import carray, int64, njit, types, uint16, uint32
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+inlined = njit(error_model="numpy")
+"""Decorates the functions that kernels call. Not ``fastmath``: that would reach into the vectors, too, and undo what
+``exp`` does to be exact; loops that are to become vectors are written as such."""
+
+
+@intrinsic
+def pointer(typing, address):
+    """What ``carray`` takes, from an address."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@inlined
+def words(data):
+    """A kernel's words, without end: int64."""
+    return carray(data, 1 << 30, int64)
+
+
+@intrinsic
+def fetch_add(typing, address, amount):
+    """Add to the int64 at ``address``, in one piece for all threads; returns what was there before. What a thread has
+    written before is seen by those that add later."""
+
+    def generate(context, builder, signature, arguments):
+        counter = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def watch(typing, address):
+    """The int64 at ``address``, which other threads change."""
+
+    def generate(context, builder, signature, arguments):
+        counter = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(counter, "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def pause(typing):
+    """Between two looks at what another thread is about to change."""
+
+    def generate(context, builder, signature, arguments):
+        if context.codegen().magic_tuple()[0].startswith("x86_64"):
+            function = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def copy(typing, target, source, size):
+    """``size`` bytes between two addresses."""
+
+    def generate(context, builder, signature, arguments):
+        to, origin = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, to, origin, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def clear(typing, target, size):
+    """Set ``size`` bytes to zero."""
+
+    def generate(context, builder, signature, arguments):
+        target, size = arguments
+        cgutils.memset(builder, builder.inttoptr(target, cgutils.voidptr_t), size, 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def float_of(typing, bits):
+    """A float32 from the low 32 bits of an integer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def bits_of(typing, number):
+    """The bits of a float32, as uint32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@inlined
+def widen(bits):
+    """A float32 from bfloat16, which is held as uint16."""
+    return float_of(int64(bits) << 16)
+
+
+@inlined
+def narrow(number):
+    """bfloat16, as uint16, from a float32: to the nearest, and to the even one of two. NaN stays NaN."""
+    bits = bits_of(number)
+    if number != number:
+        return uint16((bits >> 16) | 0x40)
+    return uint16((bits + uint32(0x7FFF) + ((bits >> 16) & uint32(1))) >> 16)

@@ -1,0 +1,143 @@
+"""Runs kernels of our own on the threads of torch's operators, so that no second pool fights for the cores.
+
+torch's operators fork and join through an OpenMP runtime, which keeps a pool of threads for each thread that calls it.
+Every such runtime has the entry point that GCC's compiled code calls, ``GOMP_parallel`` (LLVM's has it for
+compatibility), and what it runs is any C function of one pointer. numba compiles such functions, and no compiler needs
+to be installed for that. The call releases the interpreter's lock, and several threads may call at once.
+
+A kernel takes the address of an array of int64 words: addresses, sizes, strides, whatever it was made for. All threads
+of the team run it at once with the same words; they divide the work among themselves by an atomic counter
+(:func:`hotswap.plugins.cpu.machine.fetch_add`), so that a thread that has lost its core for a while does less, and any
+number of threads is enough. What a kernel may use is in :mod:`.machine` and :mod:`.vectors`; these, and the modules
+that have kernels, import numba, which takes most of a second: import them where a part is bound, not where it is
+described.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Collection
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hotswap.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+OPTIONS = {"nopython": True, "error_model": "numpy", "boundscheck": False}
+"""Of numba, for kernels: no checks of indices and divisors."""
+
+RUNTIMES = ("libgomp*", "libomp*", "libiomp*")
+"""OpenMP runtimes that torch may have brought along."""
+
+
+def check_numba(what: str) -> None:
+    """ConfigError that names ``what`` where numba is not installed."""
+    if find_spec("numba") is None:
+        raise ConfigError(
+            f"{what} needs the package numba, which is not installed: pip install numba, or choose another")
+
+
+@cache
+def _parallel() -> Callable[[int, int, int, int], None] | None:
+    """``GOMP_parallel(function, data, threads, flags)`` of the runtime that torch's operators are bound to: the first
+    one in the process's global scope, or else one of torch's own that is loaded. None where there is neither."""
+    if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
+        return None
+    beside = (str(path) for name in RUNTIMES for path in (Path(torch.__file__).parent / "lib").glob(name))
+    for library in (None, *beside):
+        try:
+            function = ctypes.CDLL(library, mode=os.RTLD_NOLOAD if library else os.RTLD_NOW).GOMP_parallel
+        except (OSError, AttributeError, TypeError):  # not loaded; without it; no global scope, as on Windows
+            continue
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        return function
+    return None
+
+
+def team_note() -> str:
+    """Why kernels run on one thread, where they do; else nothing."""
+    if _parallel() is not None:
+        return ""
+    return "kernels run on one thread, since torch's OpenMP runtime has no GOMP_parallel"
+
+
+class Kernel:
+    """A decorator: ``function(data)`` of numba's subset, ``data`` a ``voidptr``, compiled when that is asked for.
+
+    The machine code is kept beside the source, or else in the user's cache folder, for each kind of processor."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._function = function
+        self._compiled: Any = None
+        self._alone: Callable[[int], None] = function
+        self.address = 0
+
+    def compile(self) -> None:
+        if self._compiled is None:
+            compiled = _compile(self._function)
+            self._alone = compiled.ctypes
+            self.address = compiled.address
+            self._compiled = compiled  # last: another thread may be asking
+
+    def __call__(self, data: int, threads: int) -> None:
+        """Run on ``threads`` threads with the words at the address ``data``; returns when all have returned."""
+        if threads > 1 and (parallel := _parallel()) is not None:
+            parallel(self.address, data, threads, 0)
+        else:
+            self._alone(data)
+
+
+def compile_kernels(kernels: Collection[Kernel]) -> None:
+    """Behind a bar, where it takes long and stderr is a terminal."""
+    for kernel in tqdm(kernels, "compiling kernels", unit="kernel", delay=1, leave=False, disable=None):
+        kernel.compile()
+
+
+def _compile(function: Callable[[Any], None]) -> Any:
+    """A ``CFunc`` of numba's."""
+    from numba import types
+    from numba.core.caching import FunctionCache
+    from numba.core.ccallback import CFunc
+
+    class Kept(FunctionCache):  # type: ignore[misc]
+        """numba looks for changes in a kernel's own file alone: the key tells those in other files."""
+
+        def _index_key(self, sig: Any, codegen: Any) -> Any:
+            return (*super()._index_key(sig, codegen), _sources())
+
+    def prepared() -> Any:
+        return CFunc(function, ((types.voidptr,), types.void), locals={}, options=OPTIONS)
+
+    compiled = prepared()
+    try:
+        compiled._cache = Kept(function)
+        compiled.compile()
+    except (RuntimeError, OSError) as error:  # no folder that it may write to; a full disk
+        _warn_once(str(error))
+        compiled = prepared()
+        compiled.compile()
+    return compiled
+
+
+@cache
+def _warn_once(why: str) -> None:
+    logger.warning(
+        "compiled kernels cannot be kept, and are compiled anew at each start (%s). Set NUMBA_CACHE_DIR to a folder "
+        "that may be written to", why)
+
+
+@cache
+def _sources() -> str:
+    """A digest of all that kernels are made of."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

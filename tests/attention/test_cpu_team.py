@@ -1,0 +1,109 @@
+"""Kernels run on the threads of torch's operators, are kept, and have what numba does not offer."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from hotswap.plugins.cpu import team
+from hotswap.plugins.cpu.team import Kernel, compile_kernels
+
+numba = pytest.importorskip("numba")
+
+from hotswap.plugins.cpu import machine, row_loops  # noqa: E402  # they import numba
+
+
+def count_up(data):
+    at = machine.words(data)
+    for _ in range(1000):
+        machine.fetch_add(at[0], 1)
+    machine.fetch_add(at[0] + 8, 1)
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+
+def run(kernel, numbers, threads=1):
+    """The int64 array ``numbers`` after a run of ``kernel``, whose only word is its address."""
+    words = np.array([numbers.ctypes.data])
+    compile_kernels([kernel])
+    kernel(words.ctypes.data, threads)
+    return numbers
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_each_thread_of_a_team_runs_the_kernel_once(threads, kept):
+    total, members = run(Kernel(count_up), np.zeros(2, np.int64), threads)
+    assert (total, members) == (1000 * threads, threads)
+
+
+def test_a_kernel_is_kept_until_any_of_its_sources_changes(kept, monkeypatch):
+    def hits():
+        kernel = Kernel(count_up)
+        assert run(kernel, np.zeros(2, np.int64)).tolist() == [1000, 1]
+        return kernel._compiled.cache_hits
+
+    assert [hits(), hits()] == [0, 1]
+    monkeypatch.setattr(team, "_sources", lambda: "another")
+    assert [hits(), hits()] == [0, 1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no locator available"), OSError(28, "No space left on device")])
+def test_where_nothing_can_be_kept_kernels_are_compiled_anew_and_the_log_says_so_once(error, monkeypatch, caplog):
+    def refuse(*arguments):
+        raise error
+
+    monkeypatch.setattr(
+        "numba.core.caching.FunctionCache." + ("__init__" if isinstance(error, RuntimeError) else "save_overload"),
+        refuse)
+    team._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert run(Kernel(count_up), np.zeros(2, np.int64)).tolist() == [1000, 1]
+    [record] = caplog.records
+    assert "compiled anew at each start" in record.message and "NUMBA_CACHE_DIR" in record.message
+    team._warn_once.cache_clear()
+
+
+@machine.inlined
+def both_ways(address, count):
+    numbers = numba.carray(machine.pointer(address), count, numba.uint16)
+    for i in range(count):
+        numbers[i] = machine.narrow(machine.widen(numbers[i]) * numba.float32(1.001))
+
+
+def round_numbers(data):
+    both_ways(machine.words(data)[0], 1 << 16)
+
+
+def test_bfloat16_is_widened_exactly_and_rounded_to_nearest_even(kept):
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    numbers = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+    run(Kernel(round_numbers), bits)
+    got = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    expected = (numbers.float() * torch.tensor(1.001)).bfloat16()
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got[~got.isnan()], expected[~got.isnan()])
+
+
+def exponentials(data):
+    at = machine.words(data)
+    total = row_loops.exponentials(at[0] + 64, 4096 // 16 * 16 // row_loops.lanes(), numba.float32(0))
+    numba.carray(machine.pointer(at[0]), 1, numba.float32)[0] = total
+
+
+def test_exponentials_are_right_to_one_part_in_ten_million(kept):
+    numbers = np.zeros(16 + 4096, np.float32)
+    numbers[16:] = np.linspace(-100, 5, 4096, dtype=np.float32)
+    numbers[16:20] = (-np.inf, 0, -86.9, -1e-30)
+    expected = np.exp(numbers[16:].astype(np.float64))
+    run(Kernel(exponentials), numbers)
+    reached = numbers[16:] > 0
+    assert not numbers[16]
+    assert numbers[17] == 1
+    assert expected[~reached].max() < 2e-38
+    assert np.abs(numbers[16:][reached] / expected[reached] - 1).max() < 3e-7
+    assert numbers[0] == pytest.approx(expected.sum(), rel=1e-5)
