@@ -82,7 +82,7 @@ def _int8(weight: torch.Tensor) -> Linear:
     def linear(x: torch.Tensor) -> torch.Tensor:
         low, high = (float(bound) for bound in torch.aminmax(x))
         scale = max(-low, high, 1e-6) / 127
-        quantised = torch.quantize_per_tensor(x.float(), scale, 128, torch.quint8).int_repr()
+        quantised = x.float().mul_(1 / scale).round_().add_(128).to(torch.uint8)
         return torch.ops.onednn.qlinear_pointwise(
             quantised, scale, 128, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], "")
 

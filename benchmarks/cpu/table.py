@@ -38,9 +38,12 @@ def _table(load: str, runs: Sequence[Run]) -> str:
     columns = [*COLUMNS[load], *([MEMORY] if load in LOADS else [])]
     words = f": {LOADS[load].words}" if load in LOADS else ""
     titles = [FIGURES[column].title for column in columns]
-    rows = [_row(engine, first, load, columns, runs) for engine in ranked(engines, load, runs)]
-    head = ["engine", *titles, f"{first} is better by", "runs"]
-    return "\n".join([f"### {load}{words}", "", _line(head), "|" + "---|" * len(head), *map(_line, rows)])
+    rows = [["engine", *titles, f"{first} is better by", "runs"]]
+    rows += [_row(engine, first, load, columns, runs) for engine in ranked(engines, load, runs)]
+    if len(engines) == 1:
+        rows = [[*row[:-2], row[-1]] for row in rows]
+    head, *rest = map(_line, rows)
+    return "\n".join([f"### {load}{words}", "", head, "|" + "---|" * len(rows[0]), *rest])
 
 
 def ranked(engines: Sequence[str], load: str, runs: Sequence[Run]) -> list[str]:
