@@ -14,11 +14,12 @@ from pydantic import ValidationError
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, known_keys
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
-from hotswap.core.interfaces.attention import AttentionBackend
+from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.kv_transfer import HANDOFF, KVTransfer
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.parallel import Deployment, Executor, ShardStrategy
+from hotswap.core.interfaces.quantization import Quantization
 from hotswap.core.interfaces.scheduler import Scheduler
 from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.registry import Registry
@@ -51,6 +52,10 @@ class Components:
     @property
     def attention(self) -> AttentionBackend:
         return cast(AttentionBackend, self.built["attention"])
+
+    @property
+    def quantization(self) -> Quantization:
+        return cast(Quantization, self.built["quantization"])
 
     @property
     def speculator(self) -> Speculator:
@@ -107,6 +112,8 @@ def check_config(config: Config, registry: Registry, around: Sequence[Component]
         problems += _drafts(config, components.speculator.needs().lookahead)
     if "attention" in built:
         problems += _not_taken(config, components.attention)
+    if "quantization" in built:
+        problems += _not_taken(config, components.quantization)
     notes += _idle_transfer(components)
     batch, batch_notes = _batch(config)
     raise_problems(problems + batch)
@@ -371,20 +378,20 @@ def _drafts(config: Config, lookahead: int) -> list[Problem]:
     return problems
 
 
-def _not_taken(config: Config, attention: AttentionBackend) -> list[Problem]:
-    """What the config says and the backend does not take. Left to the start: what "auto" is, and the model's shapes."""
+def _not_taken(config: Config, part: AttentionBackend | Quantization) -> list[Problem]:
+    """What the config says and ``part`` does not take. Left to the start: what "auto" is, and the model's shapes."""
     try:
-        support = attention.support()
+        support = part.support()
     except ConfigError as error:  # what it needs is not here
-        return problems_of(error)
+        return [Problem(path or part.kind, message) for path, message in problems_of(error)]
     device = config.device.partition(":")[0]
-    given: list[tuple[str, Any, tuple[Any, ...] | None]] = [
-        ("device", device, support.devices), ("dtype", config.dtype, support.dtypes),
-        ("kvcache.block_size", config.kvcache.block_size, support.page_sizes),
-    ]
+    given: list[tuple[str, Any, Sequence[Any] | None]] = [
+        ("device", device, support.devices), ("dtype", config.dtype, support.dtypes)]
+    if isinstance(support, AttentionSupport):
+        given.append(("kvcache.block_size", config.kvcache.block_size, support.page_sizes))
     return [
         Problem(path, (
-            f"{attention.label} does not take {value!r}, but {', '.join(map(str, allowed))}. Change it, or attention."))
+            f"{part.label} does not take {value!r}, but {', '.join(map(str, allowed))}. Change it, or {part.kind}."))
         for path, value, allowed in given if allowed is not None and value not in (None, AUTO, *allowed)
     ]
 

@@ -121,6 +121,11 @@ class AttentionSection(ComponentSection):
     """``auto`` chooses among the installed backends by what they support, and says why."""
 
 
+class QuantizationSection(ComponentSection):
+    use: str = "none"
+    """The form in which linear layers keep their weights."""
+
+
 class SpeculatorSection(ComponentSection):
     use: str = "none"
 
@@ -233,6 +238,7 @@ class Config(Section):
     kvcache: KVCacheSection = KVCacheSection()
     kv_transfer: KVTransferSection = KVTransferSection()
     attention: AttentionSection = AttentionSection()
+    quantization: QuantizationSection = QuantizationSection()
     speculator: SpeculatorSection = SpeculatorSection()
     logits_processors: list[ComponentRef] = Field(
         default_factory=lambda: _refs("penalties", "bias", "bad_words", "min_tokens"))
@@ -254,7 +260,7 @@ class Config(Section):
 
 SECTIONS: dict[str, str] = {
     "scheduler": "scheduler", "kvcache": "kvcache", "attention": "attention", "speculator": "speculator",
-    "execution": "executor", "kv_transfer": "kv_transfer", "model": "model",
+    "quantization": "quantization", "execution": "executor", "kv_transfer": "kv_transfer", "model": "model",
 }
 """Config sections that name one component -> its kind."""
 
@@ -277,6 +283,8 @@ FOREIGN = {
     "pipeline_parallel_size": "parallel",
     "data_parallel_size": "parallel",
     "attention_backend": "attention",
+    "load_in_8bit": "quantization",
+    "load_in_4bit": "quantization",
     "speculative_config": "speculator",
 }
 """What people who come from another engine type -> the key that they want here."""

@@ -179,6 +179,7 @@ class Assembly:
         from hotswap.core.execution.device import place
         from hotswap.core.execution.graphs import choose_keys
         from hotswap.core.execution.settings import WorkerSettings
+        from hotswap.core.modeling.packing import check_quantization
 
         config, parts = plan.config, plan.parts
         notes = self.notes if replica.index == 0 else []
@@ -190,6 +191,8 @@ class Assembly:
         if note := parts.attention.support().note:
             notes.append(f"attention: {note}")
         model = build_model(config, self._registry, self._checkpoint)
+        notes += check_quantization(
+            parts.quantization, self._checkpoint, model, settings.device, settings.dtype)
         keys = choose_keys(
             config, settings.device, settings.dtype, parts.attention, self._facts, parts.speculator.needs().lookahead,
             plan.ranks.world_size, notes)
@@ -197,7 +200,7 @@ class Assembly:
             self._checkpoint, model, parts.attention, parts.speculator, parts.listed("logits_processors"),
             replace(
                 settings, graphs=keys, needs_graphs=config.execution.graphs == "full"),
-            transfer=_transfer(parts), lane=self._models.lane(replica.index))
+            transfer=_transfer(parts), lane=self._models.lane(replica.index), quantization=parts.quantization)
         return self._models.join(builder) if self._facts.concurrent and alone else builder
 
     def _loop(

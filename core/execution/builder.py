@@ -19,6 +19,7 @@ from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.parallel import RankPlan, Worker, WorkerRecipe
+from hotswap.core.interfaces.quantization import Quantization
 from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 
@@ -66,8 +67,9 @@ class SharedModels:
     def join(self, builder: "WorkerBuilder") -> "WorkerBuilder":
         """``builder`` with the model of the first one that was alike in all that a loaded model depends on."""
         checkpoint, settings = builder.checkpoint, builder.settings
+        quantization = "" if builder.quantization is None else builder.quantization.ref.model_dump_json()
         key = (str(checkpoint.path), checkpoint.revision, builder.model.ref.model_dump_json(), settings.device,
-               settings.dtype)
+               settings.dtype, quantization)
         with self._lock:
             model, loading = self._first.setdefault(key, (builder.model, builder.loading))
         return replace(builder, model=model, loading=loading)
@@ -88,6 +90,7 @@ class WorkerBuilder:
     loading: LoadOnce = field(default_factory=LoadOnce)
     transfer: KVTransfer | None = None
     lane: Lane | None = None
+    quantization: Quantization | None = None
 
     def __call__(self, plan: RankPlan, rank: int, mesh: Mesh | None = None) -> Worker:
         if self.lane is None:
@@ -117,13 +120,15 @@ class WorkerBuilder:
 
     def _load(self) -> int:
         with self.checkpoint.weights() as weights:
+            weights.quantization = self.quantization
             self.model.load(weights)
-        return int(weights.taken * getattr(torch, self.settings.dtype).itemsize)
+        return weights.num_bytes(getattr(torch, self.settings.dtype))
 
     def recipe(self) -> WorkerRecipe:
         parts: dict[str, Component | Sequence[Component]] = {
             "model": self.model, "attention": self.attention, "speculator": self.speculator,
-            "processors": self.processors, "transfer": [self.transfer] if self.transfer is not None else []}
+            "processors": self.processors, "transfer": [self.transfer] if self.transfer is not None else [],
+            "quantization": [self.quantization] if self.quantization is not None else []}
         refs = {
             name: [item.ref.model_dump() for item in part] if isinstance(part, Sequence) else part.ref.model_dump()
             for name, part in parts.items()}
@@ -146,4 +151,5 @@ def builder_from(arguments: Mapping[str, Any]) -> WorkerBuilder:
         open_checkpoint(arguments["checkpoint"], progress=False), build("model", parts["model"]),
         build("attention", parts["attention"]), build("speculator", parts["speculator"]),
         [build("logits_processor", ref) for ref in parts["processors"]], WorkerSettings(**arguments["settings"]),
-        transfer=next((build("kv_transfer", ref) for ref in parts["transfer"]), None))
+        transfer=next((build("kv_transfer", ref) for ref in parts["transfer"]), None),
+        quantization=next((build("quantization", ref) for ref in parts["quantization"]), None))

@@ -44,6 +44,11 @@ class Checkpoint(ABC):
         """A fresh source: ``with checkpoint.weights() as weights: model.load(weights)``."""
 
     @property
+    def block_formats(self) -> frozenset[str]:
+        """Formats of quantised blocks ("Q4_1") in which matrices are stored; empty where all are dense."""
+        return frozenset()
+
+    @property
     @abstractmethod
     def has_tokenizer(self) -> bool:
         """Without one a model takes token ids alone."""
@@ -195,6 +200,11 @@ class GGUFCheckpoint(Checkpoint):
         from hotswap.core.modeling.weights import GGUFWeights
 
         return GGUFWeights(self._file, gguf_checkpoint.tensor_sources(self._file, self.config), self.progress)
+
+    @property
+    def block_formats(self) -> frozenset[str]:
+        formats = {self._file.format(name) for name, tensor in self._file.tensors.items() if len(tensor.shape) > 1}
+        return frozenset(formats - gguf_checkpoint.DENSE_FORMATS)
 
     @property
     def has_tokenizer(self) -> bool:

@@ -9,11 +9,14 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from hotswap.core.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    import torch
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -32,6 +35,31 @@ class GGUFTensor:
     type: int
     offset: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Rows of a tensor as the file stores them: ``data`` uint8 [O, bytes of a row], blocks of ``block_values`` values
+    in the format ``type`` ("Q4_1"), one behind the other."""
+
+    type: str
+    data: "torch.Tensor"
+    block_values: int
+    block_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I), in values."""
+        rows, row_bytes = self.data.shape
+        return rows, row_bytes // self.block_bytes * self.block_values
+
+    def dequantize(self) -> "torch.Tensor":
+        """[O, I] float32."""
+        import torch
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        return torch.from_numpy(dequantize(self.data.numpy(), GGMLQuantizationType[self.type]))
 
 
 class GGUFFile:
@@ -103,11 +131,7 @@ class GGUFFile:
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
-        shape, num_bytes, offset = tensor.shape, tensor.num_bytes, tensor.offset
-        if index is not None:
-            num_bytes //= shape[0]
-            shape, offset = shape[1:], offset + index * num_bytes
-        raw = np.frombuffer(self._map, np.uint8, num_bytes, offset)
+        shape, raw = tensor.shape if index is None else tensor.shape[1:], self._raw(tensor, index)
         kind = GGMLQuantizationType(tensor.type)
         try:
             if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
@@ -118,6 +142,30 @@ class GGUFFile:
         except NotImplementedError as error:
             raise ModelLoadError(
                 f"tensor {name!r} of {self.path} is stored as {kind.name}, which cannot be read") from error
+
+
+    def blocks(self, name: str, index: int | None = None) -> BlockRows:
+        """The rows of a tensor of two dimensions, or of three at ``index`` of its first axis, as they are stored: in a
+        copy, which outlives the file."""
+        import torch
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        tensor = self.tensors[name]
+        kind = GGMLQuantizationType(tensor.type)
+        return BlockRows(
+            kind.name, torch.from_numpy(self._raw(tensor, index).reshape(tensor.shape[-2], -1).copy()),
+            *GGML_QUANT_SIZES[kind])
+
+    def format(self, name: str) -> str:
+        """The format in which a tensor is stored: "F32", "Q4_1"."""
+        from gguf import GGMLQuantizationType
+
+        return str(GGMLQuantizationType(self.tensors[name].type).name)
+
+    def _raw(self, tensor: GGUFTensor, index: int | None) -> "np.ndarray[Any, Any]":
+        """The tensor's bytes, or those at ``index`` of its first axis, where the file is mapped."""
+        num_bytes = tensor.num_bytes if index is None else tensor.num_bytes // tensor.shape[0]
+        return np.frombuffer(self._map, np.uint8, num_bytes, tensor.offset + (index or 0) * num_bytes)
 
 
 class _Damaged(Exception):

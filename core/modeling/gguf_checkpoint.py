@@ -28,6 +28,8 @@ _EXPERTS = {
     "qwen3moe": ("mlp", {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}),
 }
 """Where the experts, of which llama.cpp stacks one tensor a layer, are in Hugging Face's checkpoints."""
+DENSE_FORMATS = {"F64", "F32", "F16", "BF16"}
+"""In which each value is stored by itself."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Llama 3's scaled frequencies, stored as one divisor per frequency; becomes part of the config."""
 

@@ -1,7 +1,8 @@
 """Layers for inference, written with logical axes: each holds this rank's part of its weights.
 
-Legend of shapes: T tokens, I input features, O output features. Weights are allocated when a layer is made and filled
-by ``load``, one tensor of the checkpoint at a time, so that loading needs the model and one tensor more.
+Legend of shapes: T tokens, I input features, O output features. A linear layer has no weight until ``load``, which
+takes it from the checkpoint and keeps what the source's ``quantization`` makes of it: loading needs the model and one
+layer more.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from hotswap.core.interfaces.quantization import LinearWeight, Packed
 from hotswap.core.modeling.mesh import Mesh, Shard
 from hotswap.core.modeling.weights import WeightSource
 
@@ -38,50 +40,53 @@ class ColumnLinear:
     Several projections are one multiplication; ``widths`` says where to split its result.
     """
 
+    linear: Packed
+    """Since :meth:`load`."""
+
     def __init__(
         self, mesh: Mesh, in_features: int, outputs: Sequence[tuple[str, Axis]], bias: bool,
         dtype: torch.dtype, device: str,
     ) -> None:
-        self.in_features = in_features
+        self.in_features, self.bias, self.dtype, self.device = in_features, bias, dtype, device
         self.outputs = [(name, axis.features, axis.part(mesh)) for name, axis in outputs]
         self.widths = [part.count for _, _, part in self.outputs]
-        self.weight = torch.empty(sum(self.widths), in_features, dtype=dtype, device=device)
-        self.bias = torch.empty(sum(self.widths), dtype=dtype, device=device) if bias else None
 
     def load(self, weights: WeightSource, prefix: str) -> None:
-        start = 0
+        pieces, biases = [], []
         for name, features, part in self.outputs:
-            rows = slice(start, start + part.count)
-            self.weight[rows].copy_(weights.take(f"{prefix}{name}.weight", (features, self.in_features), 0, part))
-            if self.bias is not None:
-                self.bias[rows].copy_(weights.take(f"{prefix}{name}.bias", (features,), 0, part))
-            start += part.count
+            pieces.append(weights.take_rows(f"{prefix}{name}.weight", (features, self.in_features), 0, part))
+            if self.bias:
+                biases.append(weights.take(f"{prefix}{name}.bias", (features,), 0, part))
+        bias = torch.cat(biases).to(self.device, self.dtype) if biases else None
+        names = tuple(f"{prefix}{name}" for name, _, _ in self.outputs)
+        self.linear = weights.pack(LinearWeight(names, tuple(pieces), bias, self.dtype, self.device))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return self.linear(x)
 
 
 class RowLinear:
     """x [T, I'] -> [T, O]: the input features sharded along ``axis``, where the contraction ends with a reduce."""
 
+    linear: Packed
+    """Since :meth:`load`; without the bias, which is added once and not once a rank."""
+
     def __init__(
         self, mesh: Mesh, axis: Axis, out_features: int, bias: bool, dtype: torch.dtype, device: str,
     ) -> None:
-        self.mesh = mesh
-        self.axis = axis
-        self.part = axis.part(mesh)
-        self.weight = torch.empty(out_features, self.part.count, dtype=dtype, device=device)
+        self.mesh, self.axis, self.part = mesh, axis, axis.part(mesh)
+        self.out_features, self.dtype, self.device = out_features, dtype, device
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
 
     def load(self, weights: WeightSource, name: str) -> None:
-        out_features = self.weight.shape[0]
-        self.weight.copy_(weights.take(f"{name}.weight", (out_features, self.axis.features), 1, self.part))
+        rows = weights.take_rows(f"{name}.weight", (self.out_features, self.axis.features), 1, self.part)
+        self.linear = weights.pack(LinearWeight((name,), (rows,), None, self.dtype, self.device))
         if self.bias is not None:
-            self.bias.copy_(weights.take(f"{name}.bias", (out_features,)))
+            self.bias.copy_(weights.take(f"{name}.bias", (self.out_features,)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.mesh.reduce(self.axis.name, functional.linear(x, self.weight))
-        return y if self.bias is None else y.add_(self.bias)  # once, not once a rank
+        y = self.mesh.reduce(self.axis.name, self.linear(x))
+        return y if self.bias is None else y.add_(self.bias)
 
 
 class RMSNorm:
@@ -122,18 +127,26 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """x [N, features] -> logits [N, V] float32. Shares its weight with ``tied`` where given, else has one to load."""
+    """x [N, features] -> logits [N, V] float32. ``tied``: the embedding whose table is this layer's weight, too; what
+    is not packed shares it, and what is packed is a second form of it.
+    """
+
+    linear: Packed
+    """Since :meth:`load`."""
 
     def __init__(
         self, mesh: Mesh, vocab_size: int, features: int, dtype: torch.dtype, device: str,
         tied: VocabEmbedding | None = None,
     ) -> None:
-        self.mesh = mesh
-        self.table = tied or VocabEmbedding(mesh, vocab_size, features, dtype, device)
+        self.mesh, self.vocab_size, self.features, self.tied = mesh, vocab_size, features, tied
+        self.part, self.dtype, self.device = mesh.shard("vocab", vocab_size), dtype, device
 
     def load(self, weights: WeightSource, name: str) -> None:
-        self.table.load(weights, name)
+        """``name``: the table's where it is tied, which must have been loaded."""
+        table = None if self.tied is None else self.tied.weight
+        rows = weights.take_rows(f"{name}.weight", (self.vocab_size, self.features), 0, self.part, table)
+        self.linear = weights.pack(LinearWeight(
+            (name,), (rows,), None, self.dtype, self.device, head=True, tied=self.tied is not None))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        logits = functional.linear(x, self.table.weight)
-        return self.mesh.gather("vocab", logits, -1, self.table.vocab_size).float()
+        return self.mesh.gather("vocab", self.linear(x), -1, self.vocab_size).float()

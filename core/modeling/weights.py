@@ -7,15 +7,18 @@ the load with an error that lists the names.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
 
-from hotswap.core.errors import ModelLoadError
+from hotswap.core.errors import ComponentError, HotswapError, ModelLoadError
 from hotswap.core.explain import nearest
-from hotswap.core.modeling.gguf import GGUFFile
+from hotswap.core.interfaces.quantization import LinearWeight, Packed, Quantization
+from hotswap.core.modeling.gguf import BlockRows, GGUFFile
 from hotswap.core.modeling.gguf_checkpoint import TensorSource
+from hotswap.core.modeling.linear import DenseLinear
 from hotswap.core.modeling.mesh import Shard
 
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
@@ -29,16 +32,20 @@ class WeightSource(ABC):
 
         with checkpoint.weights() as weights:
             model.load(weights)
+
+    ``quantization`` packs what linear layers take; None: they keep it dense.
     """
 
     def __init__(self, location: str, progress: bool = False) -> None:
         self.location = location
+        self.quantization: Quantization | None = None
         self.taken = 0
         """Values that have been read, each shard counted by what it holds."""
+        self._to_pack = self._packed_bytes = 0
         self._taken: set[str] = set()
         self._skipped: list[Callable[[str], bool]] = [lambda name: name.endswith(IGNORED_SUFFIXES)]
-        self._missing: list[str] = []
-        self._misshaped: list[str] = []
+        self._missing: dict[str, None] = {}
+        self._misshaped: dict[str, str] = {}
         self._progress = progress
         self._bar: Any = None
 
@@ -54,6 +61,11 @@ class WeightSource(ABC):
     def _read(self, name: str, dim: int, part: Shard | None) -> torch.Tensor:
         """The tensor, or indices ``part`` along ``dim`` of it, in its stored dtype (float32 where quantised)."""
 
+    def _read_blocks(self, name: str, dim: int, part: Shard | None) -> BlockRows | None:
+        """The same as the file stores it; None where it is not stored in blocks that ``quantization`` takes, or where
+        ``part`` does not hold whole ones."""
+        return None
+
     def has(self, name: str) -> bool:
         return name in self.names()
 
@@ -63,28 +75,84 @@ class WeightSource(ABC):
         What is missing or misshaped is reported by :meth:`finish`, all at once; until then the caller gets an empty
         tensor of the right shape, and nothing more is read.
         """
-        tensor = self._take(name, tuple(shape), dim, part)
-        if not tensor.is_floating_point():
-            raise ModelLoadError(f"{name} of {self.location} holds {tensor.dtype}: quantised weights are not read")
-        return tensor
+        return self._floating(name, self._take(name, tuple(shape), dim, part))
+
+    def take_rows(
+        self, name: str, shape: tuple[int, int], dim: int = 0, part: Shard | None = None,
+        table: torch.Tensor | None = None,
+    ) -> torch.Tensor | BlockRows:
+        """The weight [O, I] of a linear layer, to be packed: as :meth:`take`, or in the file's own blocks where
+        ``quantization`` takes them. ``table``: the same tensor, where somebody has taken it already and keeps it."""
+        wanted = _part_of(shape, dim, part)
+        if not self._known(name, shape):
+            return torch.empty(wanted) if table is None else table
+        part = part if wanted != shape else None
+        blocks = self._read_blocks(name, dim, part)
+        if table is not None:
+            return table if blocks is None else blocks
+        self._count(torch.Size(wanted).numel())
+        self._to_pack += torch.Size(wanted).numel()
+        return self._floating(name, self._read(name, dim, part)) if blocks is None else blocks
+
+    def pack(self, weight: LinearWeight) -> Packed:
+        """What a layer keeps of its weight. ComponentError where ``quantization`` raises."""
+        quantization = self.quantization
+        if quantization is None or self._broken:  # then the load ends in an error anyway
+            packed: Packed = DenseLinear(weight)
+        else:
+            try:
+                packed = quantization.pack(weight)
+            except HotswapError:
+                raise
+            except Exception as error:
+                raise ComponentError(quantization.kind, quantization.name, "pack", error) from error
+        self._packed_bytes += packed.nbytes
+        return packed
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """What a model of ``dtype`` keeps of all that was taken: packed forms as large as they are, the rest dense."""
+        return (self.taken - self._to_pack) * dtype.itemsize + self._packed_bytes
 
     def take_integers(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """As :meth:`take`, a table of numbers as int64."""
         return self._take(name, tuple(shape), 0, None).long()
 
-    def _take(self, name: str, shape: tuple[int, ...], dim: int, part: Shard | None) -> torch.Tensor:
-        wanted = tuple(part.count if part and axis == dim else size for axis, size in enumerate(shape))
+    def same(self, name: str, other: str, dtype: torch.dtype) -> bool:
+        """Whether both hold the same values, in ``dtype``: ``name`` is nothing that anybody takes."""
         self._taken.add(name)
-        if not self.has(name):
-            self._missing.append(name)
-        elif self.shape(name) != shape:
-            self._misshaped.append(f"{name} has shape {self.shape(name)}, the config promises {shape}")
-        if self._missing or self._misshaped:
+        if self._broken or self.shape(name) != self.shape(other):
+            return self._broken
+        return torch.equal(*(self._read(tensor, 0, None).to(dtype) for tensor in (name, other)))
+
+    def _take(self, name: str, shape: tuple[int, ...], dim: int, part: Shard | None) -> torch.Tensor:
+        wanted = _part_of(shape, dim, part)
+        if not self._known(name, shape):
             return torch.empty(wanted)
         tensor = self._read(name, dim, part if wanted != shape else None)
-        self.taken += tensor.numel()
-        self._advance(tensor)
+        self._count(tensor.numel())
         return tensor
+
+    def _known(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Note that the tensor is taken, and whether it is what it should be; False: nothing more is read."""
+        self._taken.add(name)
+        if not self.has(name):
+            self._missing[name] = None
+        elif self.shape(name) != shape:
+            self._misshaped[name] = f"{name} has shape {self.shape(name)}, the config promises {shape}"
+        return not self._broken
+
+    def _floating(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            raise ModelLoadError(f"{name} of {self.location} holds {tensor.dtype}: quantised weights are not read")
+        return tensor
+
+    @property
+    def _broken(self) -> bool:
+        return bool(self._missing or self._misshaped)
+
+    def _count(self, values: int) -> None:
+        self.taken += values
+        self._advance(values)
 
     def skip(self, belongs_elsewhere: Callable[[str], bool]) -> None:
         """Names for which the predicate holds belong to another rank or need no reading: not unexpected."""
@@ -98,9 +166,9 @@ class WeightSource(ABC):
         """ModelLoadError listing what was missing or misshaped, and what nobody took. Idempotent."""
         self._close_bar()
         unexpected = [name for name in self.names() if name not in self._taken and not self.skipped(name)]
-        problems = self._misshaped[:_LISTED]
+        problems = list(self._misshaped.values())[:_LISTED]
         if self._missing:
-            problems.append(f"missing: {_listed(self._missing)}{self._nearest()}")
+            problems.append(f"missing: {_listed(list(self._missing))}{self._nearest()}")
         if unexpected:
             problems.append(f"unexpected: {_listed(unexpected)}")
         if problems:
@@ -118,10 +186,10 @@ class WeightSource(ABC):
         self._close_bar()
 
     def _nearest(self) -> str:
-        near = nearest(self._missing[0], (name for name in self.names() if name not in self._taken))
+        near = nearest(next(iter(self._missing)), (name for name in self.names() if name not in self._taken))
         return f" (there is {near!r})" if near else ""
 
-    def _advance(self, tensor: torch.Tensor) -> None:
+    def _advance(self, values: int) -> None:
         if not self._progress:
             return
         if self._bar is None:
@@ -131,12 +199,16 @@ class WeightSource(ABC):
             self._bar = tqdm(
                 total=total, desc="loading weights", unit=" values", unit_scale=True, leave=False,
                 disable=None)  # unless stderr is a terminal
-        self._bar.update(tensor.numel())
+        self._bar.update(values)
 
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _part_of(shape: tuple[int, ...], dim: int, part: Shard | None) -> tuple[int, ...]:
+    return tuple(part.count if part and axis == dim else size for axis, size in enumerate(shape))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -184,7 +256,7 @@ class SafetensorsWeights(WeightSource):
 
 
 class GGUFWeights(WeightSource):
-    """A .gguf file's tensors as float32, dequantised one at a time, rows in Hugging Face's order."""
+    """A .gguf file's tensors as float32, dequantised one at a time, rows in Hugging Face's order; or in its blocks."""
 
     def __init__(self, file: GGUFFile, sources: dict[str, TensorSource], progress: bool = False) -> None:
         super().__init__(str(file.path), progress)
@@ -204,12 +276,32 @@ class GGUFWeights(WeightSource):
 
     def _read(self, name: str, dim: int, part: Shard | None) -> torch.Tensor:
         source = self._sources[name]
-        tensor = torch.from_numpy(self._file.dequantize(source.gguf_name, source.item))
-        if source.heads:
-            # llama.cpp keeps (first half, second half) of a head's rows interleaved: [.., D/2, 2] back to [.., 2, D/2].
-            paired = tensor.reshape(source.heads, -1, 2, *tensor.shape[1:])
-            tensor = paired.transpose(1, 2).reshape(tensor.shape)
+        tensor = _in_order(torch.from_numpy(self._file.dequantize(source.gguf_name, source.item)), source.heads)
         return tensor if part is None else tensor.narrow(dim, part.start, part.count)
+
+    def _read_blocks(self, name: str, dim: int, part: Shard | None) -> BlockRows | None:
+        source = self._sources[name]
+        if self.quantization is None or (
+                self._file.format(source.gguf_name) not in self.quantization.support().blocks):
+            return None
+        rows = self._file.blocks(source.gguf_name, source.item)
+        data, size = _in_order(rows.data, source.heads), rows.block_values  # a block lies within a row
+        if part is not None and dim == 0:
+            data = data[part.start : part.stop]
+        elif part is not None:
+            if part.start % size or part.count % size:
+                return None
+            blocks = data.view(len(data), -1, rows.block_bytes)
+            data = blocks[:, part.start // size : part.stop // size].flatten(1)
+        return replace(rows, data=data)
+
+
+def _in_order(rows: torch.Tensor, heads: int | None) -> torch.Tensor:
+    """Hugging Face's order of a tensor's rows. llama.cpp keeps (first half, second half) of a head's rows interleaved:
+    [.., D/2, 2, ..] back to [.., 2, D/2, ..]."""
+    if not heads:
+        return rows
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -46,6 +46,7 @@ SUITES: dict[str, KitPart] = {
     "speculator": _part("speculator", "SpeculatorSuite", "make_speculator"),
     "logits_processor": _part("logits", "LogitsProcessorSuite", "make_processor", cases=12),
     "model": _part("model", "ModelSuite", "make_model"),
+    "quantization": _part("quantization", "QuantizationSuite", "make_quantization", shapes=((40, 96), (33, 64))),
     "executor": _part("executor", "ExecutorSuite", "make_executor"),
     "launcher": _part("launcher", "LauncherSuite", "make_launcher"),
     "shard": _part("shard", "ShardStrategySuite", "make_strategy"),

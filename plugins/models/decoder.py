@@ -12,8 +12,10 @@ import torch
 
 from hotswap.core.errors import ModelLoadError
 from hotswap.core.interfaces.attention import GroupShape
+from hotswap.core.interfaces.component import Description
 from hotswap.core.interfaces.kvcache import CacheSpec
 from hotswap.core.interfaces.model import Attend, Model, ModelFacts
+from hotswap.core.interfaces.quantization import PACKED_WEIGHTS
 from hotswap.core.modeling.layers import Axis, ColumnLinear, RMSNorm, RowLinear, VocabEmbedding, VocabHead
 from hotswap.core.modeling.mesh import Mesh
 from hotswap.core.modeling.rope import RotaryEmbedding, rotate
@@ -45,6 +47,9 @@ class DecoderModel(Model):
             concurrent=not sparse,  # experts count their tokens
             layer_costs=c.layer_costs, head_cost=c.vocab_size * c.hidden_size, mlp_width=c.mlp_width,
             capturable=c.capturable)
+
+    def describe(self) -> Description:
+        return Description(offers=frozenset({PACKED_WEIGHTS}))
 
     def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
         self.config = c = DecoderConfig.from_hf(config)
@@ -95,20 +100,14 @@ class DecoderModel(Model):
         weights.finish()
 
     def _load_head(self, weights: WeightSource) -> None:
-        if not self.config.tied:
-            self.lm_head.load(weights, HEAD)
-            return
-        if not self.is_first:
-            self.lm_head.load(weights, EMBEDDING)
-        if weights.has(f"{HEAD}.weight"):
-            # Some exporters write the shared matrix twice; a second one that differs means that the config is wrong.
-            table = self.lm_head.table
-            stored = weights.take(f"{HEAD}.weight", (table.vocab_size, self.config.hidden_size), 0, table.part)
-            if not torch.equal(stored.to(table.weight), table.weight):
-                raise ModelLoadError(
-                    f"{weights.location} has an {HEAD}.weight that differs from {EMBEDDING}.weight although its config "
-                    "ties them: set tie_word_embeddings to false in config.json if the head is right"
-                )
+        self.lm_head.load(weights, EMBEDDING if self.config.tied else HEAD)
+        table, head = f"{EMBEDDING}.weight", f"{HEAD}.weight"
+        # Some exporters write the shared matrix twice; a second one that differs means that the config is wrong.
+        if self.config.tied and weights.has(head) and not weights.same(head, table, self.dtype):
+            raise ModelLoadError(
+                f"{weights.location} has an {head} that differs from {table} although its config ties them: set "
+                "tie_word_embeddings to false in config.json if the head is right"
+            )
 
     def _is_elsewhere(self, name: str) -> bool:
         """Whether another stage of the pipeline holds the tensor."""

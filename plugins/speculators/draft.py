@@ -20,7 +20,13 @@ from hotswap.core.interfaces.speculator import (
 )
 from hotswap.core.modeling.mesh import LOCAL_MESH
 from hotswap.plugins.speculators.chains import draft_chains
-from hotswap.plugins.speculators.opening import OwnModelOptions, check_context, check_vocabulary, open_own
+from hotswap.plugins.speculators.opening import (
+    OwnModelOptions,
+    check_context,
+    check_vocabulary,
+    open_own,
+    own_quantization,
+)
 
 
 class DraftModelSpeculator(Speculator):
@@ -66,6 +72,8 @@ class DraftModelSpeculator(Speculator):
         check_context(self._checkpoint, facts.max_position, services)
         self._cache_dtype: torch.dtype = getattr(torch, services.dtype)
         self._dtype = self._cache_dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+        self._quantization = own_quantization(
+            self.parts, self._checkpoint, model, services.device, str(self._dtype).removeprefix("torch."))
         self._capturable = str(self._dtype).removeprefix("torch.") in facts.capturable
         model.build(self._checkpoint.config, LOCAL_MESH, self._dtype, services.device)
         self._model = model
@@ -73,8 +81,9 @@ class DraftModelSpeculator(Speculator):
     def load(self) -> int:
         assert self._model is not None, "load before bind"
         with self._checkpoint.weights() as weights:
+            weights.quantization = self._quantization
             self._model.load(weights)
-        return int(weights.taken * self._dtype.itemsize)
+        return weights.num_bytes(self._dtype)
 
     def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
         """One pass over what the draft model has not seen of the rows, then one for each further draft."""

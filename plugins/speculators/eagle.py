@@ -21,7 +21,14 @@ from hotswap.core.interfaces.speculator import (
 )
 from hotswap.plugins.speculators.chains import draft_chains
 from hotswap.plugins.speculators.eagle_head import EagleHead, HeadConfig
-from hotswap.plugins.speculators.opening import OPTION, OwnModelOptions, check_context, check_vocabulary, open_own
+from hotswap.plugins.speculators.opening import (
+    OPTION,
+    OwnModelOptions,
+    check_context,
+    check_vocabulary,
+    open_own,
+    own_quantization,
+)
 
 GROUP = "eagle"
 
@@ -70,6 +77,7 @@ class EagleSpeculator(Speculator):
                 f"{services.facts.hidden_size}; choose the head that was trained for this model", OPTION)
         check_vocabulary(checkpoint, config.vocab_size, services)
         check_context(checkpoint, config.rope.context, services)
+        self._quantization = own_quantization(self.parts, checkpoint, None, services.device, services.dtype)
         self._dtype: torch.dtype = getattr(torch, services.dtype)
         self._head = EagleHead(
             config, services.first_layer, checkpoint.weights(), self._dtype, services.device)
@@ -77,8 +85,9 @@ class EagleSpeculator(Speculator):
 
     def load(self) -> int:
         with self._checkpoint.weights() as weights:
+            weights.quantization = self._quantization
             self._built.load(weights)
-        return int(weights.taken * self._dtype.itemsize)
+        return weights.num_bytes(self._dtype)
 
     def propose(self, rows: Sequence[ProposeRow]) -> Drafts:
         """From the head's last state on, which :meth:`observe` has left; a row that has none yet gets no drafts."""

@@ -1,15 +1,23 @@
 """Opening a speculator's own checkpoint, and whether it belongs to the target."""
 
-from typing import Annotated
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.interfaces.component import ComponentOptions
+from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Part
+from hotswap.core.interfaces.model import Model
+from hotswap.core.interfaces.quantization import Quantization
 from hotswap.core.interfaces.speculator import SpeculatorServices
 from hotswap.core.modeling.checkpoint import Checkpoint, open_checkpoint
+from hotswap.core.modeling.packing import check_quantization
+
+logger = logging.getLogger(__name__)
 
 OPTION = "speculator.model"
+PACKING = "speculator.quantization"
 
 
 class OwnModelOptions(ComponentOptions):
@@ -21,6 +29,8 @@ class OwnModelOptions(ComponentOptions):
     """Of a hub id."""
     max_draft: Annotated[int, Field(ge=1)] = 4
     """Most tokens proposed a step."""
+    quantization: Annotated[ComponentRef, Part("quantization")] = ComponentRef(use="none")
+    """The form in which its own linear layers keep their weights."""
 
 
 def open_own(source: str, revision: str | None) -> Checkpoint:
@@ -56,3 +66,15 @@ def check_context(checkpoint: Checkpoint, max_position: int, services: Speculato
         raise ConfigError(
             f"{checkpoint.path} was made for {max_position} tokens, and requests may have {services.max_model_len}; "
             f"set max_model_len to {max_position} at most, or choose another checkpoint", OPTION)
+
+
+def own_quantization(
+    parts: Mapping[str, Any], checkpoint: Checkpoint, model: Model | None, device: str, dtype: str,
+) -> Quantization | None:
+    """The part that packs the weights of ``checkpoint``, run by ``model`` or by layers of one's own; None where no
+    registry gave one. ConfigError where it cannot."""
+    quantization: Quantization | None = parts.get("quantization")
+    if quantization is not None:
+        for note in check_quantization(quantization, checkpoint, model, device, dtype, PACKING):
+            logger.info(note)
+    return quantization

@@ -26,6 +26,7 @@ SELECTED = {
     "speculator": "speculator: {use: mypart, max_draft: 3}",
     "logits_processor": "logits_processors: [penalties, bias, bad_words, min_tokens, mypart]",
     "model": "model: {name: smollm2-135m-instruct, use: mypart}",
+    "quantization": "quantization: {use: mypart, keep: [lm_head]}",
     "executor": "execution: {use: mypart, depth: 2}",
     "launcher": "execution: {use: processes, launcher: mypart}",
     "shard": "parallel: [{use: mypart, size: 2}]",

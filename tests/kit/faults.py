@@ -369,7 +369,7 @@ class CountsCalls(T.logits_processor.MyPart):
 
 class NoReduce(RowLinear):
     def __call__(self, x):
-        return torch.nn.functional.linear(x, self.weight)
+        return self.linear(x)
 
 
 class ForgetsToReduce(T.model.MyPart):
@@ -401,6 +401,87 @@ class HalfTheBytes(T.model.MyPart):
 
     def cache_specs(self):
         return [replace(spec, bytes_per_token=spec.bytes_per_token // 2) for spec in super().cache_specs()]
+
+
+# ---------------------------------------------------------------------- quantization
+
+
+class Packs(T.quantization.MyPart):
+    """Packs every layer as ``form``."""
+
+    form = T.quantization.EightBits
+
+    def pack(self, weight):
+        return self.form(weight)
+
+
+class NoBias(Packs):
+    """the bias is not added"""
+
+    class form(T.quantization.EightBits):
+        def __init__(self, weight):
+            super().__init__(replace(weight, bias=None))
+
+
+class Coarse(Packs):
+    """weights are rounded to fewer bits than was declared"""
+
+    class form(T.quantization.EightBits):
+        def __init__(self, weight):
+            super().__init__(weight)
+            self.numbers = self.numbers.div(16, rounding_mode="trunc").mul(16)
+
+
+class CommonScale(Packs):
+    """activations are rounded with one scale for all rows"""
+
+    class form(T.quantization.EightBits):
+        def __call__(self, x):
+            scale = x.abs().max() / 127 if len(x) else 1.0
+            return super().__call__((x / scale).round() * scale if scale else x)
+
+
+class OneBehindTheOther(Packs):
+    """rows are read as if one lay behind the other"""
+
+    class form(T.quantization.EightBits):
+        def __call__(self, x):
+            return super().__call__(x.as_strided(x.shape, (x.shape[1], 1)))
+
+
+class HalfTheMemory(Packs):
+    """it says that it takes half the memory that it takes"""
+
+    class form(T.quantization.EightBits):
+        def __init__(self, weight):
+            super().__init__(weight)
+            self.nbytes //= 2
+
+
+class LooksBack(T.quantization.MyPart):
+    """it computes with the tensor that it was given, which the next layer overwrites"""
+
+    def pack(self, weight):
+        packed = super().pack(weight)
+        return lambda x: packed(x) + 0 * weight.pieces[0].sum() + (weight.pieces[0].std() == 0)
+
+
+class ScalesInPlace(T.quantization.MyPart):
+    """the weights that it was given are changed"""
+
+    def pack(self, weight):
+        packed = super().pack(weight)
+        weight.pieces[0].div_(2)
+        return packed
+
+
+class DividesByNothing(Packs):
+    """a row of zeros has no scale"""
+
+    class form(T.quantization.EightBits):
+        def __init__(self, weight):
+            super().__init__(weight)
+            self.scales = self.scales.where(self.scales > 1e-30, torch.nan)
 
 
 # ---------------------------------------------------------------------- executor
@@ -696,6 +777,16 @@ FAULTS: dict[str, dict[type, str]] = {
         PositionsFromNought: "test_it_gives_the_reference_s_logits_whole_and_in_chunks",
         LooksAtNeighbours: "test_a_row_does_not_depend_on_its_neighbours_in_the_step",
         HalfTheBytes: "test_its_facts_come_from_the_config_alone_and_agree_with_what_it_builds",
+    },
+    "quantization": {
+        NoBias: "test_every_product_is_the_dense_one_within_the_declared_rounding",
+        Coarse: "test_every_product_is_the_dense_one_within_the_declared_rounding",
+        CommonScale: "test_a_row_does_not_depend_on_the_others",
+        OneBehindTheOther: "test_rows_of_any_strides_are_taken",
+        HalfTheMemory: "test_it_says_how_much_memory_it_holds",
+        LooksBack: "test_what_it_was_given_may_change_afterwards",
+        ScalesInPlace: "test_packing_leaves_the_weights_alone",
+        DividesByNothing: "test_nothing_times_anything_is_nothing",
     },
     "executor": {
         WaitsInSubmit: "test_submit_returns_before_the_step_has_run",

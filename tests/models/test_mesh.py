@@ -13,7 +13,7 @@ def test_two_ranks_that_share_heads_mlp_and_vocabulary_equal_one(
 
     def work(mesh):
         model = reference.load_decoder(directory, mesh=mesh)
-        assert model.layers[0].qkv.weight.shape == (2 * 16 + 2 * 16, 64)
+        assert model.layers[0].qkv.linear.weight.shape == (2 * 16 + 2 * 16, 64)
         assert [spec.kv_heads for spec in model.cache_specs()] == [1]
         return reference.logits_of(model, ids)
 

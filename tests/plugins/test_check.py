@@ -28,8 +28,8 @@ def refusal(check, **changes):
 def test_every_named_component_is_built_and_found_under_its_config_path(check):
     components = check(parallel=["fake"])
     assert [path for path, _ in components.walk()] == [
-        "scheduler", "scheduler.policy", "kvcache", "attention", "speculator", "execution", "kv_transfer",
-        "logits_processors[0]", "parallel[0]", "observers[0]",
+        "scheduler", "scheduler.policy", "kvcache", "attention", "speculator", "quantization", "execution",
+        "kv_transfer", "logits_processors[0]", "parallel[0]", "observers[0]",
     ]
     assert components.scheduler.label == "scheduler:fake"
     assert [part.kind for part in components.listed("parallel")] == ["shard"]

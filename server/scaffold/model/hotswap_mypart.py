@@ -7,8 +7,10 @@ from torch.nn import functional
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.attention import GroupShape
+from hotswap.core.interfaces.component import Description
 from hotswap.core.interfaces.kvcache import CacheSpec
 from hotswap.core.interfaces.model import Attend, Model, ModelFacts
+from hotswap.core.interfaces.quantization import PACKED_WEIGHTS
 from hotswap.core.modeling.layers import Axis, ColumnLinear, RMSNorm, RowLinear, VocabEmbedding, VocabHead
 from hotswap.core.modeling.mesh import Mesh
 from hotswap.core.modeling.rope import RopeConfig, RotaryEmbedding, rotate
@@ -42,8 +44,12 @@ class MyPart(Model):
                   "mlp": config["intermediate_size"], "vocab": config["vocab_size"]},
             concurrent=True)
 
+    def describe(self) -> Description:
+        """Its linear layers take weights in any form that a quantization makes of them."""
+        return Description(offers=frozenset({PACKED_WEIGHTS}))
+
     def build(self, config: dict[str, Any], mesh: Mesh, dtype: torch.dtype, device: str) -> None:
-        """Allocate what this rank holds. A layer asks the mesh for its part of an axis."""
+        """Prepare what this rank holds. A layer asks the mesh for its part of an axis."""
         facts, eps = self.facts(config), config["rms_norm_eps"]
         hidden, vocab = facts.hidden_size, facts.vocab_size
         self.head_dim = config.get("head_dim") or hidden // facts.axes["heads"]
@@ -77,8 +83,7 @@ class MyPart(Model):
             gate_up.load(weights, f"{layer}mlp.")
             down.load(weights, f"{layer}mlp.down_proj")
         self.norm.load(weights, "model.norm")
-        if not self.tied:
-            self.lm_head.load(weights, "lm_head")
+        self.lm_head.load(weights, "model.embed_tokens" if self.tied else "lm_head")
         weights.finish()
 
     def cache_specs(self) -> list[CacheSpec]:

@@ -1,0 +1,1 @@
+"""Forms in which linear layers keep their weights."""

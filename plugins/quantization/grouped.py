@@ -1,0 +1,75 @@
+"""Weights as numbers of 8 bits or of 4, in groups of 32 with a scale and a least value each.
+
+Legend of shapes: I input features, O output features, G = I / 32 groups of an output feature, rounded up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+GROUP = 32
+
+_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
+"""How much of a group's range 4 bits may cover: what lies outside is cut off, the rest becomes finer."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """``numbers`` uint8 [O, I], below 2^``bits``; ``scales``, ``least`` float32 [O, G], of float16's values: a number q
+    stands for q * scale + least."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    least: torch.Tensor
+    bits: int
+
+    def dense(self) -> torch.Tensor:
+        """[O, I] float32."""
+        scales, least = (
+            each.repeat_interleave(GROUP, 1)[:, : self.numbers.shape[1]] for each in (self.scales, self.least))
+        return self.numbers * scales + least
+
+
+def stacked(parts: Sequence[Groups]) -> Groups:
+    """One below the other; all of as many bits."""
+    numbers, scales, least = (torch.cat([getattr(part, name) for part in parts]) for name in (
+        "numbers", "scales", "least"))
+    return Groups(numbers, scales, least, parts[0].bits)
+
+
+def quantize_groups(dense: torch.Tensor, bits: int) -> Groups:
+    """dense [O, I] float32, rounded to the nearest number: of 8 bits symmetrically around 0; of 4 bits between a least
+    and a greatest value, of which the range with the least squared error is taken for each group."""
+    width = dense.shape[1]
+    groups = functional.pad(dense, (0, -width % GROUP)).view(len(dense), -1, GROUP)
+    numbers, scales, least = _symmetric(groups) if bits == 8 else _least_squares(groups)
+    return Groups(numbers.flatten(1)[:, :width].contiguous(), scales.squeeze(-1), least.squeeze(-1), bits)
+
+
+def _symmetric(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scales = _kept(groups.abs().amax(-1, keepdim=True) / 127)
+    numbers = (groups / scales).nan_to_num_(0.0).round_().clamp_(-127, 127)  # no scale: the group is zero
+    return numbers.add_(128).to(torch.uint8), scales, -128 * scales
+
+
+def _least_squares(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    smallest = torch.full_like(low, torch.inf)
+    numbers = torch.zeros(groups.shape, dtype=torch.uint8)
+    scales, least = torch.zeros_like(low), torch.zeros_like(low)
+    for share in _RANGES:
+        scale, begin = _kept((high - low) * (share / 15)), _kept(low + (high - low) * ((1 - share) / 2))
+        number = ((groups - begin) / scale).nan_to_num_(0.0).round_().clamp_(0, 15)
+        error = (number * scale).add_(begin).sub_(groups).square_().sum(-1, keepdim=True)
+        better = error < smallest
+        smallest = torch.where(better, error, smallest)
+        numbers = torch.where(better, number.to(torch.uint8), numbers)
+        scales, least = torch.where(better, scale, scales), torch.where(better, begin, least)
+    return numbers, scales, least
+
+
+def _kept(values: torch.Tensor) -> torch.Tensor:
+    """Rounded as they will be kept, so that the numbers are chosen for what they will mean."""
+    return values.half().float()

@@ -1,0 +1,95 @@
+"""Layers whose weights kernels of our own multiply: :mod:`hotswap.plugins.cpu.linear_kernels` is told where they are.
+"""
+
+import ctypes
+import struct
+import threading
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch.nn import functional
+
+from hotswap.core.modeling.linear import tensor_bytes
+from hotswap.plugins.cpu import linear_words as w
+from hotswap.plugins.cpu.team import Kernel, compile_kernels, team_note
+from hotswap.plugins.quantization.grouped import GROUP, Groups
+from hotswap.plugins.quantization.operators import processor_has
+
+_WORDS = struct.Struct(f"{w.COUNTERS}q{w.NUM_WORDS - w.COUNTERS}q")
+_COUNTERS = (0,) * w.COUNTERS
+ALONE = 1 << 15
+"""Bytes of weights that one thread multiplies sooner than it finds another."""
+
+
+def no_kernels() -> str:
+    """Why they cannot be used; empty where they can."""
+    if not processor_has(("avx512_vnni",)):
+        return "the processor has no AVX-512 instructions for products of 8-bit numbers"
+    if find_spec("numba") is None:
+        return "the package numba is not installed"
+    from numba.core.registry import cpu_target  # late: it takes most of a second
+
+    loops = import_module("hotswap.plugins.cpu.linear_loops")
+    if not loops.dots_are_added(cpu_target.target_context):
+        return "numba compiles for a processor without AVX-512 products of 8-bit numbers"
+    return team_note()
+
+
+class KernelLinear:
+    """Implements ``Packed``: rows are brought to 8 bits in groups of 32, and multiplied with the weights' numbers."""
+
+    def __init__(self, groups: Groups, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self._out_features, self._in_features = groups.numbers.shape
+        self._weights = tiles(groups)
+        self._num_tiles, self._num_groups = self._weights.shape[:2]
+        self._bias = torch.zeros(self._num_tiles * w.TILE)
+        if bias is not None:
+            self._bias[: self._out_features] = bias
+        self.nbytes = tensor_bytes(self._weights, self._bias)
+        self._words, self._alone = _Words(), self._weights.numel() < ALONE
+        kernels = import_module("hotswap.plugins.cpu.linear_kernels")  # late: it imports numba
+        self._kernel: Kernel = getattr(kernels, f"multiply_{groups.bits}_{str(dtype).removeprefix('torch.')}")
+        compile_kernels([self._kernel])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        tokens, groups = len(x), self._num_groups
+        out = torch.empty(tokens, self._out_features, dtype=x.dtype)
+        if not tokens:
+            return out
+        x = x if x.stride(1) == 1 else x.contiguous()
+        scratch = torch.empty(tokens * groups * (GROUP + 8), dtype=torch.uint8)
+        numbers, words, itemsize = scratch.data_ptr(), self._words, x.itemsize
+        scales = numbers + tokens * groups * GROUP
+        threads = 1 if self._alone and tokens == 1 else torch.get_num_threads()
+        _WORDS.pack_into(
+            words.memory, words.skip, *_COUNTERS, words.address, tokens, self._in_features, groups,
+            x.data_ptr(), x.stride(0) * itemsize, numbers, scales, scales + tokens * groups * 4,
+            self._weights.data_ptr(), self._num_tiles, max(1, self._num_tiles // (4 * threads)),
+            self._bias.data_ptr(), out.data_ptr(), self._out_features * itemsize, self._out_features)
+        self._kernel(words.address, threads)
+        return out
+
+
+class _Words(threading.local):
+    """A kernel's words, of each thread its own."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(_WORDS.size + 64)
+        self.skip = -ctypes.addressof(self.memory) % 64
+        self.address = ctypes.addressof(self.memory) + self.skip
+
+
+def tiles(groups: Groups) -> torch.Tensor:
+    """uint8 [tiles, G, bytes of a block], as :mod:`hotswap.plugins.cpu.linear_words` says."""
+    outputs, inputs = groups.numbers.shape
+    more = (0, -inputs % GROUP, 0, -outputs % w.TILE)
+    padded = functional.pad(groups.numbers, more)
+    numbers = padded.view(-1, w.TILE, padded.shape[1] // GROUP, GROUP // 4, 4)
+    numbers = numbers.permute(0, 2, 3, 1, 4).flatten(3)  # [tiles, G, 8, TILE * 4]
+    if groups.bits == 4:
+        numbers = numbers[:, :, 0::2] | (numbers[:, :, 1::2] << 4)
+    rest = [functional.pad(each, (0, 0, 0, more[3])).view(-1, w.TILE, each.shape[1]) for each in (
+        groups.scales, groups.least)]
+    halves = [each.transpose(1, 2).half().contiguous().view(torch.uint8) for each in rest]  # [tiles, G, TILE * 2]
+    return torch.cat([numbers.flatten(2), *halves], 2)

@@ -1,0 +1,83 @@
+"""GGUF blocks are computed with as they are, and reach a rank as its part of the tensor, rows in our order."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hotswap.core.interfaces.quantization import LinearWeight, QuantizationSupport
+from hotswap.core.modeling.checkpoint import open_checkpoint
+from hotswap.core.modeling.mesh import Shard
+from hotswap.core.testing.quantization import product, random_blocks, random_rows
+from hotswap.core.testing.rig import build
+from hotswap.plugins.quantization.gguf import FORMATS
+from hotswap.plugins.quantization.torch_linear import Int4Linear
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_scales_and_least_values_are_exactly_what_the_blocks_stand_for(name):
+    """Q4_K has products of two scales, which are rounded to float16."""
+    blocks = random_blocks(name, 48, 512)
+    groups = FORMATS[name](blocks.data)
+    assert groups.numbers.dtype == torch.uint8 and int(groups.numbers.max()) < 1 << groups.bits
+    for values in (groups.scales, groups.least):
+        assert torch.equal(values.half().float(), values), "the kernels keep float16"
+    exact = blocks.dequantize()
+    allowed = 5e-4 * float(exact.abs().max()) if name == "Q4_K" else 1e-7
+    torch.testing.assert_close(groups.dense(), exact, rtol=1e-6, atol=allowed)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "Q8_0"])
+def test_torch_s_product_is_that_of_the_same_weights_up_to_the_rounding_of_scale_and_zero(name):
+    """In float32 nothing is rounded; in bfloat16 scales and zeros, each to 8 bits."""
+    blocks = random_blocks(name, 48, 512)
+    for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        groups = FORMATS[name](blocks.data)
+        values, exact = Int4Linear(groups, None, dtype)(torch.eye(512, dtype=dtype)).T.float(), groups.dense()
+        assert (values - exact).norm() / exact.norm() <= allowed
+
+
+def weights_of(path, blocks=("Q4_0", "Q4_1", "Q8_0")):
+    """A source of weights whose quantization takes these formats."""
+    weights = open_checkpoint(str(path), progress=False).weights()
+    weights.quantization = SimpleNamespace(support=lambda: QuantizationSupport(blocks=blocks))
+    return weights
+
+
+@pytest.mark.parametrize("part", [None, (0, 16), (32, 32)])
+def test_rows_come_in_our_order_and_a_part_of_them_is_a_part_of_the_blocks(make_gguf, part):
+    """q's rows are interleaved in the file."""
+    path, shard = make_gguf(), part and Shard(*part)
+    for name, shape in (("q_proj", (64, 64)), ("v_proj", (32, 64))):
+        if shard and shard.stop > shape[0]:
+            continue
+        tensor = f"model.layers.1.self_attn.{name}.weight"
+        blocks = weights_of(path).take_rows(tensor, shape, 0, shard)
+        dense = open_checkpoint(str(path), progress=False).weights().take(tensor, shape, 0, shard)
+        assert (blocks.type, blocks.shape) == ("Q4_1", tuple(dense.shape))
+        assert torch.equal(blocks.dequantize(), dense)
+
+
+def test_a_part_of_the_columns_is_whole_blocks_or_dense(make_gguf):
+    path, name, shape = make_gguf(), "model.layers.0.mlp.down_proj.weight", (64, 128)
+    dense = open_checkpoint(str(path), progress=False).weights().take(name, shape)
+    half = weights_of(path).take_rows(name, shape, 1, Shard(64, 64))
+    assert half.shape == (64, 64) and torch.equal(half.dequantize(), dense[:, 64:])
+    odd = weights_of(path).take_rows(name, shape, 1, Shard(48, 32))
+    assert torch.equal(odd, dense[:, 48:80])
+
+
+def test_formats_that_it_does_not_take_come_dequantised(make_gguf):
+    name, shape = "model.layers.0.mlp.down_proj.weight", (64, 128)
+    assert isinstance(weights_of(make_gguf("Q5_0")).take_rows(name, shape), torch.Tensor)
+    assert isinstance(weights_of(make_gguf("Q4_1"), ("Q4_0",)).take_rows(name, shape), torch.Tensor)
+
+
+def test_projections_of_different_formats_are_multiplied_in_parts_and_keep_their_order():
+    quantization = build("quantization", "gguf", many_rows=None, q8_0="dense", kernels="torch")
+    pieces = (random_blocks("Q4_0", 16, 64), random_blocks("Q8_0", 8, 64), random_blocks("Q4_1", 24, 64),
+              random_blocks("Q4_0", 8, 64), random_rows(16, 64, 4))
+    weight = LinearWeight(tuple("abcde"), pieces, random_rows(1, 72, 5)[0], torch.float32, "cpu")
+    x = random_rows(3, 64, 6)
+    torch.testing.assert_close(
+        quantization.pack(weight)(x).double(), product(weight, x)[0], rtol=1e-4, atol=1e-4)

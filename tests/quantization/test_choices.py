@@ -1,0 +1,113 @@
+"""What cannot be packed is refused before a weight is read, and what is chosen by itself is said."""
+
+import pytest
+import torch
+
+from hotswap.core.config import load_config
+from hotswap.core.config.check import check_config
+from hotswap.core.engine.build import build_engine
+from hotswap.core.errors import ConfigError
+from hotswap.core.modeling.checkpoint import open_checkpoint
+from hotswap.core.modeling.packing import check_quantization
+from hotswap.core.registry import Registry
+from hotswap.core.testing.checkpoints import tiny_checkpoint
+from hotswap.core.testing.rig import build
+from hotswap.plugins.quantization import operators
+from hotswap.plugins.quantization.kernel_linear import no_kernels
+from hotswap.plugins.quantization.none import no_bfloat16_kernels
+
+
+def refusal(path, **sections):
+    config = load_config({
+        "model": {"path": str(path)}, "device": "cpu", "dtype": "float32", "kvcache": {"num_blocks": 8},
+        "max_model_len": 32, "scheduler": {"max_batch_tokens": 32, "max_running": 2}, **sections}, environ={})
+    with pytest.raises(ConfigError) as refused:
+        build_engine(config, progress=False)
+    return str(refused.value)
+
+
+def test_blocks_that_there_are_not_cannot_be_kept(tmp_path, make_gguf):
+    told = refusal(tiny_checkpoint(tmp_path / "m"), quantization="gguf")
+    assert told.startswith("quantization: quantization:gguf keeps the quantised blocks of a GGUF file, and ")
+    assert "has none; choose another quantization, or a .gguf file that is quantised" in told
+    assert "has none" in refusal(make_gguf("F32", "F32"), quantization="gguf")
+
+
+def test_a_model_whose_layers_are_not_ours_is_refused(tmp_path):
+    model = tiny_checkpoint(tmp_path)
+    told = refusal(model, quantization="int8", model={"path": str(model), "use": "transformers"})
+    assert "quantization:int8 requires 'packed_weights' of the model" in told
+    assert "model:transformers offers any_architecture; change quantization, or the model component" in told
+
+
+@pytest.mark.parametrize("use", ["int8", "int4", "gguf"])
+@pytest.mark.parametrize(("key", "value"), [("dtype", "float16"), ("device", "cuda")])
+def test_a_dtype_or_a_device_for_which_there_is_nothing_is_found_by_the_check(use, key, value):
+    config = load_config({"model": "m", "quantization": use, key: value}, environ={}).config
+    with pytest.raises(ConfigError, match=f"{key}.*quantization:{use} does not take '{value}'"):
+        check_config(config, Registry())
+
+
+def test_a_dtype_that_follows_from_the_checkpoint_is_refused_at_the_start(tmp_path):
+    checkpoint = open_checkpoint(str(tiny_checkpoint(tmp_path)), progress=False)
+    with pytest.raises(ConfigError, match="speculator.quantization: quantization:int8 does not take the dtype float16"):
+        check_quantization(build("quantization", "int8"), checkpoint, None, "cpu", "float16", "speculator.quantization")
+
+
+def test_a_draft_model_has_a_quantization_of_its_own_which_is_checked(tmp_path):
+    model = tiny_checkpoint(tmp_path / "m")
+    told = refusal(model, speculator={"use": "draft", "model": str(model), "quantization": "gguf"})
+    assert told.startswith("speculator.quantization: quantization:gguf keeps the quantised blocks")
+
+
+def notes(make_gguf, use, dtype="bfloat16", matrices="Q4_1", **options):
+    checkpoint = open_checkpoint(str(make_gguf(matrices)), progress=False)
+    return check_quantization(build("quantization", use, **options), checkpoint, None, "cpu", dtype)
+
+
+@pytest.mark.skipif(bool(no_kernels() or no_bfloat16_kernels()), reason="this machine lacks instructions")
+@pytest.mark.parametrize("use", ["none", "int8", "int4", "gguf"])
+def test_where_all_is_as_it_should_be_nothing_is_said(make_gguf, use):
+    assert notes(make_gguf, use) == []
+
+
+def test_a_format_without_a_path_of_its_own_is_said_once(make_gguf):
+    *_, told = notes(make_gguf, "gguf", matrices="Q5_0")
+    assert told == (
+        "quantization: quantization:gguf has no path of its own for Q5_0, so that those weights are dequantised; it "
+        "has for Q4_0, Q4_1, Q4_K, Q8_0")
+
+
+def test_a_processor_that_lacks_instructions_is_given_the_next_best_and_the_reason(make_gguf, processor):
+    processor("avx2")
+    assert notes(make_gguf, "none") == [
+        "quantization: bfloat16 weights stay as they are stored, since the processor has no bfloat16 instructions"]
+    assert notes(make_gguf, "none", dtype="float32") == notes(make_gguf, "none", prepack=False) == []
+    widened = "8-bit weights are made bfloat16 again for each product, since "
+    [told] = notes(make_gguf, "int8")
+    assert told.startswith(
+        "quantization: torch's operators multiply the packed weights, since the processor has no AVX-512 instructions "
+        f"for products of 8-bit numbers; {widened}")
+    [told] = notes(make_gguf, "gguf")
+    assert "; 4-bit weights are multiplied without AVX-512, which is slow; " in told and widened in told
+    [told] = notes(make_gguf, "gguf", many_rows=None)
+    assert widened not in told
+
+
+def test_torch_s_operators_may_be_asked_for(make_gguf):
+    for use in ("int8", "int4", "gguf"):
+        [told] = notes(make_gguf, use, kernels="torch")
+        assert told.startswith("quantization: torch's operators multiply the packed weights, since the config says so")
+
+
+def test_an_operator_that_this_torch_lacks_is_named(make_gguf, monkeypatch):
+    monkeypatch.setattr(operators, "operator", lambda name: None)
+    for use in ("int4", "gguf"):
+        with pytest.raises(ConfigError) as refused:
+            notes(make_gguf, use, kernels="torch")
+        assert str(refused.value) == (
+            f"quantization: quantization:{use} cannot multiply 4-bit weights: torch {torch.__version__} has no "
+            "operator aten._convert_weight_to_int4pack_for_cpu, aten._weight_int4pack_mm_for_cpu, and the config says "
+            "so; choose int8, or none")
+    [told] = notes(make_gguf, "int8", kernels="torch")
+    assert "has no operator onednn.qlinear_prepack, onednn.qlinear_pointwise" in told or "no oneDNN" in told

@@ -1,0 +1,104 @@
+"""Kernels of our own: exact but for the rounding of activations, and the same bits for a row wherever it stands."""
+
+import pytest
+import torch
+
+from hotswap.core.testing.quantization import random_blocks, random_rows
+from hotswap.plugins.cpu import linear_words as w
+from hotswap.plugins.quantization.gguf import FORMATS
+from hotswap.plugins.quantization.grouped import quantize_groups
+from hotswap.plugins.quantization.kernel_linear import KernelLinear, no_kernels, tiles
+
+pytestmark = pytest.mark.skipif(bool(no_kernels()), reason=no_kernels())
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def rounded(x):
+    """x [T, I] as the kernels bring it to 8 bits, float64."""
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    numbers = (groups / scales.where(scales > 0, 1)).round()
+    return (numbers.double() * scales.double()).flatten(1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(16, 32), (1, 32), (17, 96), (40, 70), (130, 1), (64, 576)])
+def test_products_are_exact_but_for_the_rounding_of_rows(bits, shape):
+    groups, bias = quantize_groups(random_rows(*shape, 1), bits), random_rows(1, shape[0], 2)[0]
+    layer = KernelLinear(groups, bias, torch.float32)
+    for count in (1, 2, 3, 5, 8, 15, 19):
+        x = random_rows(count, shape[1], count)
+        expected = rounded(x) @ groups.dense().double().T + bias.double()
+        # Where a value lies halfway between two numbers, either is right.
+        error = (layer(x).double() - expected).abs().max() / expected.abs().max()
+        assert error < 2e-4, f"{count} rows: {error:.3g}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_every_company(name, dtype):
+    layer = KernelLinear(FORMATS[name](random_blocks(name, 200, 512).data), None, dtype)
+    x = random_rows(37, 512, 3).to(dtype)
+    together = layer(x)
+    for count in (1, 2, 3, 4, 7, 8, 11, 23):
+        assert torch.equal(layer(x[:count]), together[:count])
+        assert torch.equal(layer(x[37 - count :]), together[37 - count :])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(layer(x), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_outliers_spoil_their_own_group_alone(bits):
+    """A thousand in one of 32 inputs: what the others give is not rounded to nothing."""
+    groups = quantize_groups(random_rows(16, 128, 1), bits)
+    layer, x = KernelLinear(groups, None, torch.float32), random_rows(1, 128, 2)
+    quiet = torch.cat([torch.zeros(1, 32), x[:, 32:]], 1)
+    x[:, 5] = 1000.0
+    loud = torch.cat([x[:, :32], torch.zeros(1, 96)], 1)
+    torch.testing.assert_close(layer(x), layer(quiet) + layer(loud), rtol=1e-5, atol=2e-2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_seen_in_its_row_and_in_no_other(value):
+    layer, x = KernelLinear(quantize_groups(random_rows(24, 96, 1), 4), None, torch.float32), random_rows(9, 96, 2)
+    healthy = layer(x)
+    x[4, 50] = value
+    found = layer(x)
+    assert not found[4].isfinite().any()
+    others = torch.arange(9) != 4
+    assert torch.equal(found[others], healthy[others])
+
+
+def test_zeros_and_the_smallest_numbers_are_no_trouble():
+    layer = KernelLinear(quantize_groups(torch.zeros(16, 64), 8), torch.ones(16), torch.float32)
+    for x in (torch.zeros(3, 64), torch.full((3, 64), 1e-44), random_rows(3, 64, 1)):
+        assert torch.equal(layer(x), torch.ones(3, 16))
+
+
+def test_a_bias_is_added_before_the_sum_is_rounded():
+    groups = quantize_groups(random_rows(16, 32, 1), 8)
+    x = random_rows(4, 32, 2).bfloat16()
+    exact = KernelLinear(groups, torch.full((16,), 0.3, dtype=torch.bfloat16), torch.float32)(x.float())
+    found = KernelLinear(groups, torch.full((16,), 0.3, dtype=torch.bfloat16), torch.bfloat16)(x)
+    assert torch.equal(found, exact.bfloat16())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_tile_is_laid_out_as_its_words_say(bits):
+    groups = quantize_groups(random_rows(20, 64, 1), bits)
+    packed = tiles(groups)
+    assert packed.shape == (2, 2, w.block_bytes(bits))
+    block = packed[1, 1]  # outputs 16 to 19, inputs 32 to 63
+    for output, k in ((0, 0), (3, 7), (2, 4)):
+        four = groups.numbers[16 + output, 32 + 4 * k : 36 + 4 * k]
+        at = (k if bits == 8 else k // 2) * 64 + 4 * output
+        raw = block[at : at + 4] if bits == 8 else (block[at : at + 4] >> (4 * (k % 2))) & 15
+        assert torch.equal(raw, four)
+    scales = block[16 * 32 * bits // 8 :].view(torch.float16)
+    assert torch.equal(scales[:4].float(), groups.scales[16:, 1])
+    assert torch.equal(scales[16:20].float(), groups.least[16:, 1])
