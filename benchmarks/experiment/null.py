@@ -7,7 +7,7 @@ from simulate import arguments_of, most_named, run_all, spread, write
 
 
 def main() -> None:
-    arguments = arguments_of(str(__doc__), 180, "null.json").parse_args()
+    arguments = arguments_of(str(__doc__), 180, "null.json.gz").parse_args()
     noises = arguments.noise.split(",")
     runs = list(run_all(noises, arguments.experiments, 0.0, arguments))
     write(runs, arguments)

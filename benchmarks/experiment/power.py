@@ -10,7 +10,7 @@ from simulate import arguments_of, most_named, run_all, spread, write
 
 
 def main() -> None:
-    parser = arguments_of(str(__doc__), 300, "power.json")
+    parser = arguments_of(str(__doc__), 300, "power.json.gz")
     parser.add_argument("--slowdown", type=float, default=0.03, help="share by which a step takes longer")
     arguments = parser.parse_args()
     noises = arguments.noise.split(",")

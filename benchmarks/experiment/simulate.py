@@ -5,6 +5,7 @@ recorded. What is not: the steps.
 """
 
 import argparse
+import gzip
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -123,15 +124,16 @@ def arguments_of(description: str, experiments: int, out: str) -> argparse.Argum
     parser.add_argument("--settings", default="{}", help="of the statistics, as JSON")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=DATA / out, help="raw results")
+    parser.add_argument("--out", type=Path, default=DATA / out, help="raw results, packed")
     return parser
 
 
 def write(runs: Sequence[Run], arguments: argparse.Namespace) -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    told = {key: str(value) for key, value in vars(arguments).items()}
+    told = {key: str(value).replace(f"{HERE}/", "") for key, value in vars(arguments).items()}
     values = json.dumps({"arguments": told, "runs": [asdict(run) for run in runs]}, default=str)
-    arguments.out.write_text(values.replace("-Infinity", '"-inf"').replace("Infinity", '"inf"').replace("NaN", '"nan"'))
+    values = values.replace("-Infinity", '"-inf"').replace("Infinity", '"inf"').replace("NaN", '"nan"')
+    arguments.out.write_bytes(gzip.compress(values.encode(), mtime=0))
 
 
 def spread(numbers: Sequence[float]) -> str:
