@@ -25,7 +25,7 @@ from hotswap.core.errors import (
 from hotswap.core.explain import explain, join, nearest, raise_problems
 from hotswap.core.hooks import Observer
 from hotswap.core.interfaces.attention import AttentionBackend
-from hotswap.core.interfaces.component import Component, ComponentOptions, ComponentRef, Origin, Part
+from hotswap.core.interfaces.component import Component, ComponentOptions, ComponentRef, Origin, Part, RequestOptions
 from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.kvcache import EvictionPolicy, KVCacheManager
 from hotswap.core.interfaces.logits import LogitsProcessor
@@ -195,6 +195,13 @@ class Registry:
             raise BrokenComponentError(f"{entry} is not a subclass of {wanted}.", path)
         if refusal := self._unaccepted(entry.kind, cls.contract):
             raise ContractMismatchError(f"{entry} {refusal} (its class says contract = '{cls.contract}').", path)
+        models: dict[str, tuple[Any, type]] = {"Options": (cls.Options, ComponentOptions)}
+        if cls.RequestOptions is not None:
+            models["RequestOptions"] = cls.RequestOptions, RequestOptions
+        for name, (model, base) in models.items():
+            if not (isinstance(model, type) and issubclass(model, base)):
+                wanted = f"{base.__module__}.{base.__qualname__}"
+                raise BrokenComponentError(f"{entry} has {name} that are no subclass of {wanted}.", path)
         if inspect.isabstract(cls):
             missing = ", ".join(sorted(cls.__abstractmethods__))
             raise BrokenComponentError(f"{entry} does not define {missing}.", path)

@@ -20,7 +20,15 @@ import pytest
 import torch
 
 from hotswap.core.execution.layout import IntArray, batch_layout
-from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GraphLevel, GroupShape
+from hotswap.core.interfaces.attention import (
+    NHD,
+    AttentionBackend,
+    AttentionSupport,
+    BatchLimits,
+    GraphLevel,
+    GroupShape,
+    PageLayout,
+)
 from hotswap.core.interfaces.layout import BatchLayout
 
 RAGGED = ((3, 5), (1, 0), (1, 70), (17, 0), (40, 33), (5, 4), (2, 62), (1, 15), (1, 16))
@@ -47,6 +55,7 @@ class AttentionCase:
     softcap: float | None = None
     dtype: str = "float32"
     padding: int = 0
+    layout: PageLayout | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -54,7 +63,8 @@ class AttentionCase:
     @property
     def shape(self) -> GroupShape:
         return GroupShape(
-            self.heads, self.kv_heads, self.head_dim, self.page_size, self.head_dim**-0.5, self.window, self.softcap)
+            self.heads, self.kv_heads, self.head_dim, self.page_size, self.head_dim**-0.5, self.window, self.softcap,
+            self.layout)
 
 
 def attention_cases(support: AttentionSupport) -> list[AttentionCase]:
@@ -140,6 +150,17 @@ class AttentionSuite:
             if set(axes) <= sizes.keys():
                 assert tuple(tensor.shape) == tuple(sizes[axis] for axis in axes), f"page_axes() says {axes}"
 
+    def test_in_every_layout_that_it_shares_another_would_find_the_keys_and_values(self) -> None:
+        """As where backends are exchanged while serving, or `composite` has two of them over the same pages."""
+        layouts = self.make_backend().support().layouts
+        if not layouts:
+            pytest.skip("its pages are its own")
+        for layout in layouts:
+            case = replace(self.cases()[0], name=f"layout {layout}", layout=layout, rows=MIXED)
+            check_attention(self.make_backend(), case, self.device)
+            if set(layout) == set(NHD):
+                check_pages(self.make_backend(), case, self.device)
+
     def test_steps_of_a_graph_read_what_they_are_given_each_time(self) -> None:
         if self.make_backend().support().graph_level is GraphLevel.NEVER:
             return
@@ -172,6 +193,21 @@ def check_attention(backend: AttentionBackend, case: AttentionCase, device: str 
         assert error <= rounding, (
             f"{case.name}: row {index} of {case.rows[index]} changes by {error:.3g} with its neighbours; "
             f"the backend declares a rounding of {rounding}")
+
+
+def check_pages(backend: AttentionBackend, case: AttentionCase, device: str = "cpu") -> None:
+    """Each key and value lies, as it was given, where ``case.layout`` says."""
+    assert case.layout is not None
+    rows = [_random_row(case, seed, queries, past) for seed, (queries, past) in enumerate(case.rows)]
+    bench = _Bench(backend, case, rows, device)
+    bench.attend(range(len(rows)))
+    for name, tensor in zip("kv", bench.cache, strict=True):
+        pages = tensor.permute([case.layout.index(axis) for axis in NHD]).cpu()
+        for row, table in zip(rows, bench.tables, strict=True):
+            given = getattr(row, name)
+            at = torch.arange(len(given))
+            found = pages[torch.from_numpy(table).long()[at // case.page_size], at % case.page_size]
+            assert torch.equal(found, given), f"{case.name}: the pages hold other {name} than they were given"
 
 
 def check_static_attention(
@@ -280,22 +316,22 @@ class _Bench:
     def __init__(self, backend: AttentionBackend, case: AttentionCase, rows: Sequence[_Row], device: str) -> None:
         self._backend, self._case, self._rows, self._device = backend, case, rows, device
         lengths = np.array([row.queries + row.past for row in rows])
-        self._tables, num_pages = _scattered_tables(lengths, case.page_size)
+        self.tables, num_pages = _scattered_tables(lengths, case.page_size)
         limits = BatchLimits(
             max_tokens=int(lengths.sum()) + case.padding, max_rows=len(rows) + case.padding,
-            max_pages_per_row=self._tables.shape[1], device=device, dtype=case.dtype)
-        self._cache = backend.allocate(case.shape, num_pages, limits)
-        for tensor in self._cache:
+            max_pages_per_row=self.tables.shape[1], device=device, dtype=case.dtype)
+        self.cache = backend.allocate(case.shape, num_pages, limits)
+        for tensor in self.cache:
             tensor.fill_(float("nan"))
         self._state = backend.bind("group", case.shape, limits)
-        _write_past(backend, case, rows, self._tables, self._state, self._cache, device)
+        _write_past(backend, case, rows, self.tables, self._state, self.cache, device)
 
     def attend(self, order: Sequence[int]) -> list[torch.Tensor]:
         """The outputs [queries, H, D] of the rows in ``order``; dummy rows come behind them."""
         case, rows = self._case, [self._rows[i] for i in order]
         queries = np.array([row.queries for row in rows] + [1] * case.padding)
         past = np.array([row.past for row in rows] + [0] * case.padding)
-        tables = np.concatenate([self._tables[list(order)], np.zeros((case.padding, self._tables.shape[1]), np.int32)])
+        tables = np.concatenate([self.tables[list(order)], np.zeros((case.padding, self.tables.shape[1]), np.int32)])
         if case.window is not None:  # pages that no query sees any more have gone to others
             dead = np.maximum(past - case.window + 1, 0) // case.page_size
             tables[np.arange(tables.shape[1]) < dead[:, None]] = 0
@@ -303,7 +339,7 @@ class _Bench:
         q, k, v = _batch([(row, row.past, row.past + row.queries) for row in rows], self._device, case.padding)
         out = torch.full_like(q, float("nan"))
         self._backend.plan(self._state, layout)
-        self._backend.run(self._state, q, k, v, self._cache, out)
+        self._backend.run(self._state, q, k, v, self.cache, out)
         return list(torch.split(out, queries.tolist()))[: len(rows)]
 
 

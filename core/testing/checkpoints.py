@@ -1,4 +1,4 @@
-"""A checkpoint of a few kilobytes with random weights, for what needs a real model: no download, no training."""
+"""Checkpoints of a few kilobytes with random weights, for what needs a real model: no download, no training."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,18 @@ from typing import Any
 import torch
 
 VOCAB_SIZE = 16
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 32,
-    "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "float32",
+SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "bos_token_id": 0, "eos_token_id": 1,
 }
-MIXTRAL: dict[str, Any] = LLAMA | {
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
-    "sliding_window": None,
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LLAMA: dict[str, Any] = SIZES | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float32",
 }
+MIXTRAL: dict[str, Any] = LLAMA | EXPERTS | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
 
 
 def tiny_checkpoint(folder: Path, config: dict[str, Any] = LLAMA, seed: int = 1) -> Path:
@@ -28,6 +30,23 @@ def tiny_checkpoint(folder: Path, config: dict[str, Any] = LLAMA, seed: int = 1)
     save_file({name: _random(name, shape, random) for name, shape in shapes(config).items()},
               folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def transformers_checkpoint(folder: Path, architecture: str, seed: int = 1) -> Path:
+    """Write a model of any architecture that transformers knows ("Qwen3ForCausalLM"), of LLAMA's sizes, to ``folder``.
+    Where the family has windows, they are shorter than the kit's texts."""
+    import transformers
+
+    made = getattr(transformers, architecture)
+    usual, random = made.config_class(), torch.Generator().manual_seed(seed)
+    wanted = SIZES | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "sliding_window": 6}
+    model = made(made.config_class(**{
+        name: value for name, value in wanted.items() if getattr(usual, name, None) is not None})).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random(name, tuple(parameter.shape), random))
+    model.save_pretrained(folder)
     return folder
 
 

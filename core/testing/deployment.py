@@ -98,6 +98,8 @@ class DeploymentSuite:
         fleet.client.stop()
         for engine in fleet.engines:
             assert {"reset", "drain", "stop"} <= set(engine.calls), f"engine {engine.name} was told {engine.calls} only"
+        with pytest.raises(EngineStoppedError):
+            fleet.add("late")
 
     def test_an_abort_gives_one_ending_wherever_the_request_is(self) -> None:
         for steps in range(4):

@@ -15,6 +15,8 @@ from hotswap.core.interfaces.kvcache import EvictionPolicy
 
 
 class EvictionPolicySuite:
+    """Subclass it and provide ``make_policy``."""
+
     machine_examples = 200
     """Random lives of pages per run of the suite."""
 

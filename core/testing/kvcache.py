@@ -27,11 +27,13 @@ from hotswap.core.interfaces.kvcache import (
     KVCacheManager,
 )
 from hotswap.core.interfaces.scheduler import Answer
-from hotswap.core.testing.kvcache_harness import KEY, LONGEST, PAGE, Harness, prompt
+from hotswap.core.testing.kvcache_harness import KEY, LONGEST, PAGE, Harness, digests, prompt
 from hotswap.core.testing.kvcache_machine import KVCacheMachine
 
 
 class KVCacheManagerSuite:
+    """Subclass it and provide ``make_manager``."""
+
     machine_examples = 100
     """Random lives per run of the suite; about 30 ms each."""
 
@@ -290,10 +292,13 @@ class KVCacheManagerSuite:
         h.run("b", prompt(2))
         h.kv.reset()
         events = h.kv.events()
-        kinds = [event.kind for event in events]
-        assert {event.page_size for event in events} == {PAGE}
-        assert [kinds.count(kind) for kind in ("evicted", "stored", "reset")] == [kinds.count("evicted"), 1, 1]
-        assert kinds[0] == "evicted" and kinds[-1] == "reset" and h.kv.events() == []
+        assert {(event.page_size, event.group) for event in events} == {(PAGE, "full")}
+        told = [(event.kind, key) for event in events for key in event.keys or [""]]
+        assert [kind for kind, _ in told] == ["evicted"] * 4 + ["stored"] * 4 + ["reset"]
+        for kind, seed in (("evicted", 1), ("stored", 2)):  # b has the pages that the other one had
+            assert {key for told_kind, key in told if told_kind == kind} == {
+                digest.hex() for digest in digests(prompt(seed))}, f"other keys than these are {kind}"
+        assert h.kv.events() == [], "events are told once"
 
     # ------------------------------------------------------------------ tokens from elsewhere
 

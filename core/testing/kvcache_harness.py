@@ -12,6 +12,7 @@ from hotswap.core.interfaces.kvcache import (
     KVCacheManager,
     Match,
 )
+from hotswap.core.interfaces.page_keys import key_digest, pack, page_digest
 from hotswap.core.interfaces.scheduler import Answer
 
 PAGE = 4
@@ -53,6 +54,14 @@ class Harness:
     @property
     def held(self) -> int:
         return self.kv.usage().held
+
+
+def digests(tokens: Sequence[int], key: CacheKey = KEY) -> list[bytes]:
+    """The keys of the full pages of ``tokens``."""
+    found = [key_digest(key)]
+    for begin in range(0, len(tokens) - PAGE + 1, PAGE):
+        found.append(page_digest(found[-1], pack(tokens[begin : begin + PAGE])))
+    return found[1:]
 
 
 def prompt(seed: int, length: int = LONGEST) -> list[int]:

@@ -78,13 +78,17 @@ class LauncherSuite:
             assert launcher.ended()[1], "it gives no reason"
 
     def test_stop_gives_them_their_time_and_then_ends_them_by_force(self, tmp_path: Path) -> None:
-        with self.started(tmp_path, {"seconds": 0.5}, {"seconds": 600}) as launcher:
-            pids = [one["pid"] for one in self.read(tmp_path, 2)]
+        """Their time together: one that is slow does not give the next one more."""
+        go = tmp_path / "go"
+        lives = [{"seconds": seconds, "go": str(go)} for seconds in (1.0, 2.7, 600)]
+        with self.started(tmp_path, *lives) as launcher:
+            pids = [one["pid"] for one in self.read(tmp_path, 3)]
+            go.touch()
             began = time.monotonic()
-            launcher.stop(3.0)
+            launcher.stop(2.0)
             assert time.monotonic() - began < 20, "stop has waited for a process that does not end"
             assert (tmp_path / "0.end").exists(), "one that would have ended in time was killed"
-            assert not (tmp_path / "1.end").exists()
+            assert not (tmp_path / "1.end").exists(), "one that was slow got the time of the one before it, too"
             until(lambda: not any(map(is_alive, pids)), 10)
             launcher.stop(1.0)
 

@@ -4,11 +4,14 @@
         def make_model(self):
             return MyModel()
 
-By default it is given a tiny checkpoint of the Llama family. Another family sets ``config`` and ``write``; what it is
-compared with is transformers' implementation of the checkpoint's architecture, unless ``reference`` says otherwise.
+By default it is given a tiny checkpoint of the Llama family. Another family overrides ``write``, with
+``transformers_checkpoint(folder, "SomeForCausalLM")`` where transformers knows it; what it is compared with is
+transformers' implementation of the checkpoint's architecture, unless ``reference`` says otherwise.
 """
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +97,66 @@ class ModelSuite:
         alone = torch.cat([logits_of(model, part) for part in parts])
         torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
+    def test_engines_of_one_process_may_share_it_where_its_facts_say_so(self, checkpoint: Checkpoint) -> None:
+        """Two threads compute at the same time, each layer together; other tokens, at other positions."""
+        if not self.make_model().facts(checkpoint.config).concurrent:
+            pytest.skip("its facts do not say 'concurrent'")
+        model, meeting = loaded(self.make_model(), checkpoint), threading.Barrier(2, timeout=60)
+        parts = [(IDS[:6], 0), (IDS[6:12], 3)]
+
+        def compute(part: tuple[list[int], int], meet: bool) -> torch.Tensor:
+            plain, (ids, start) = PlainAttention(model), part
+
+            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                if meet:
+                    meeting.wait()
+                return plain(layer, q, k, v)
+
+            try:
+                with torch.inference_mode():
+                    return model.head(model.forward(
+                        torch.tensor(ids), torch.arange(start, start + len(ids)), attend))
+            except BaseException:
+                meeting.abort()
+                raise
+
+        with ThreadPoolExecutor(2) as threads:
+            together = list(threads.map(lambda part: compute(part, True), parts))
+        for part, found in zip(parts, together, strict=True):
+            torch.testing.assert_close(
+                found, compute(part, False), atol=1e-5, rtol=0,
+                msg=lambda told: f"two threads that compute at the same time disturb each other: {told}")
+
+    def test_hidden_states_are_those_that_their_names_say(self, checkpoint: Checkpoint) -> None:
+        model, ids = loaded(self.make_model(), checkpoint), torch.tensor(IDS)
+        names, facts = model.taps(), model.facts(checkpoint.config)
+        if not names:
+            pytest.skip("it gives no hidden states to speculators")
+        taps: dict[str, torch.Tensor | None] = dict.fromkeys(names)
+        with torch.inference_mode():
+            x = model.forward(ids, torch.arange(len(IDS)), PlainAttention(model), taps)
+            logits = model.head(x)
+            same = {"embedding": model.embed(ids), f"layer:{facts.num_layers - 1}": x}
+            assert torch.equal(logits, logits_of(model, IDS)), "asked for hidden states, it gives other logits"
+            for name, state in taps.items():
+                assert state is not None and state.shape == (len(IDS), facts.hidden_size), f"{name} is {state}"
+                assert torch.allclose(state, same.get(name, state), atol=1e-6), f"{name} is not what its name says"
+            final = taps.get("final")
+            shared = model.unembed(x if final is None else final)
+        assert shared.dtype == torch.float32 and shared.shape == logits.shape
+        if final is not None:
+            torch.testing.assert_close(shared, logits, atol=1e-5, rtol=0)
+
     def test_sharded_over_ranks_it_gives_the_same(self, checkpoint: Checkpoint) -> None:
         """Over the axes that its facts name: a reduce that is missing, or one too many, shows here."""
         facts, expected = self.make_model().facts(checkpoint.config), logits_of(
             loaded(self.make_model(), checkpoint), IDS)
         heads = tuple(axis for axis in ("heads", "kv_heads") if axis in facts.axes)
-        for axes in (heads, ("mlp",), ("vocab",)):
-            if not axes or not set(axes) <= facts.axes.keys():
-                continue
-
+        sharded = [axes for axes in (heads, ("mlp",), ("vocab",), ("expert",), ("expert_mlp",))
+                   if axes and set(axes) <= facts.axes.keys()]
+        if not sharded:
+            pytest.skip("its facts name no axis")
+        for axes in sharded:
             def run(mesh: ThreadMesh) -> torch.Tensor:
                 return logits_of(loaded(self.make_model(), checkpoint, mesh), IDS, mesh=mesh)
 

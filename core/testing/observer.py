@@ -10,15 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, get_origin
 
+import pytest
+
+from hotswap.core.engine.loop import EngineLoop
+from hotswap.core.engine.switch import Switch, carry_out
 from hotswap.core.hooks import HookSpecs, Observer
+from hotswap.core.interfaces.scheduler import StepPlan
 from hotswap.core.live import LiveComponents, ObserverHub
-from hotswap.core.testing.rig import Rig, make_rig
+from hotswap.core.testing.rig import Rig, build, make_rig
 from hotswap.core.testing.wrapping import Wrapped
 
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("hotswap_")]
 
-SELDOM = ("hotswap_pages_leaked", "hotswap_transfers_ended", "hotswap_component_exchanged")
-"""Hooks that the kit's traffic does not lead to."""
+SELDOM = (
+    "hotswap_pages_leaked", "hotswap_transfers_ended", "hotswap_component_exchanged", "hotswap_cache_reset")
+"""Hooks that the kit's traffic does not lead to, and that are called with values made up for them."""
+
+FOR_SERVERS = ("hotswap_server_routes",)
+"""Hooks that the kit does not call: there is no server."""
 
 
 def _example(annotation: Any) -> Any:
@@ -27,16 +36,33 @@ def _example(annotation: Any) -> Any:
     return {str: "scheduler", int: 1, float: 1.0}.get(kind, {"one": 1})
 
 
-class _Failing(Wrapped):
-    """Raises in its tenth plan."""
+class _Unsteady(Wrapped):
+    """Plans nothing in its fifth plan, and raises in its tenth."""
 
     plans = 0
 
     def plan(self, ctx: Any) -> Any:
         self.plans += 1
+        if self.plans == 5:
+            ctx.hold(ctx.running[0].id, "planted")
+            return StepPlan()
         if self.plans == 10:
             raise RuntimeError("planted")
         return self.inner.plan(ctx)
+
+
+class _Refusing(Wrapped):
+    """Cannot take over from another scheduler."""
+
+    def admit(self, view: Any) -> None:
+        raise RuntimeError("planted")
+
+
+def _exchange(loop: EngineLoop) -> None:
+    """Of the scheduler, while requests wait: one that is undone, and one that stays."""
+    with pytest.raises(RuntimeError, match="planted"):
+        carry_out(loop, Switch(loop.limits, _Refusing(build("scheduler", "chunked"))))
+    carry_out(loop, Switch(loop.limits, build("scheduler", "continuous")))
 
 
 class ObserverSuite:
@@ -67,7 +93,7 @@ class ObserverSuite:
         assert heard, "it implements no hook"
 
     def test_a_busy_engine_does_not_make_it_raise(self) -> None:
-        """Drafts, a shortage with suspensions, an abort, a plan that fails, requests that come back to a cache."""
+        """Drafts, a shortage with suspensions, aborts, a plan that fails, exchanges, prompts that come back."""
         with self.watched() as hub:
             self._traffic(hub)
             for hook in SELDOM:
@@ -92,7 +118,7 @@ class ObserverSuite:
     def _traffic(self, hub: ObserverHub) -> Rig:
         rig = make_rig(
             num_pages=1 + 30, max_model_len=96, max_batch_tokens=24, max_running=3, depth=2, lookahead=2, observers=hub)
-        rig.loop.parts.scheduler = _Failing(rig.loop.parts.scheduler)
+        rig.loop.parts.scheduler = _Unsteady(rig.loop.parts.scheduler)
         rig.loop.parts.kv.keep_events(True)
         rig.start_observers({"model": {"name": "toy"}})
         for i in range(6):
@@ -103,6 +129,7 @@ class ObserverSuite:
             if turn == 6:
                 rig.loop.abort("r5")  # which waits
         rig.loop.abort(next(iter(rig.loop.pool.running)))
+        _exchange(rig.loop)
         rig.run()
         assert [ending for i in range(6) for ending in rig.client.endings(f"r{i}")].count("abort") == 2
         return rig

@@ -125,6 +125,8 @@ def assert_clean(rig: Rig) -> None:
         transfer.check()
         assert not transfer.pending
         assert not transfer.leaks()
+        if isinstance(transfer, Watched):
+            assert not transfer.errors, transfer.errors[0]
 
 
 def expected(request: Request) -> list[int]:

@@ -4,7 +4,7 @@
         def make_router(self) -> Router:
             return Mine()
 
-``balances`` and ``follows_prefixes`` say what it promises beyond that.
+``balances`` says whether it promises more than that.
 """
 
 import random
@@ -28,6 +28,8 @@ def request(number: int = 0, tokens: Sequence[int] = (1, 2, 3)) -> Request:
 
 
 class RouterSuite:
+    """Subclass it and provide ``make_router``."""
+
     balances = True
     """Whether a burst is spread by what was sent, however stale the reports are."""
 
@@ -51,6 +53,16 @@ class RouterSuite:
         for number in range(50):
             offered, wanted = candidates(number % 3, number % 2, 1), request(number, range(number))
             assert prepared.prepare(wanted)(offered) == plain.pick(wanted, offered)
+
+    def test_a_prepared_request_that_an_engine_refuses_goes_to_another(self) -> None:
+        """What ``prepare`` has returned is called again, with those that are left."""
+        router, everyone = self.make_router(), candidates(2, 0, 1, 0)
+        for number in range(20):
+            pick, left = router.prepare(request(number, [number] * 8)), everyone
+            while left:
+                chosen = pick(left)
+                assert chosen in {one.engine for one in left}, f"engine {chosen} has refused, and is chosen again"
+                left = [one for one in left if one.engine != chosen]
 
     def test_picking_changes_none_of_what_it_was_given(self) -> None:
         router, offered = self.make_router(), candidates(2, 1, 0)

@@ -13,27 +13,34 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotswap.core.interfaces.scheduler import PlanContext, Scheduler, StepPlan
 from hotswap.core.request import Request
 from hotswap.core.testing.rig import Rig, assert_clean, expected, make_rig
-from hotswap.core.testing.wrapping import Wrapped
+from hotswap.core.testing.wrapping import Noted
 
 MAX_LEN = 48
 PAGE_SIZES = (1, 2, 4, 8)
+
+
+PLANNED = "planned by the machine"
 
 
 class PlannedFailure(Exception):
     """Raised after a whole plan was made, so that all of it must be undone."""
 
 
-class Fallible(Wrapped):
+class Fallible(Noted):
     """``failing``: the next plan is made, and then lost to an exception."""
 
     failing = False
 
     def plan(self, ctx: PlanContext) -> StepPlan:
-        plan = self.inner.plan(ctx)
+        plan = super().plan(ctx)
         if self.failing:
             self.failing = False
-            raise PlannedFailure("planned by the machine")
+            raise PlannedFailure(PLANNED)
         return plan
+
+    def _refused(self, error: str) -> None:
+        if PLANNED not in error:
+            super()._refused(error)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -49,9 +56,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def begin(self, page_size: int, room: float, budget: int, slots: int, depth: tuple[int, bool], lookahead: int,
               windows: dict[str, int | None]) -> None:
-        self.scheduler = Fallible(self.make_scheduler())
+        self.errors: list[str] = []
+        self.scheduler = Fallible(self.make_scheduler(), self.errors)
         self.rig: Rig = make_rig(
-            self.scheduler, self.kv, windows=windows if self.kv != "contiguous" else None, page_size=page_size,
+            self.scheduler, self.kv, observers=self.scheduler.hub,
+            windows=windows if self.kv != "contiguous" else None, page_size=page_size,
             num_pages=2 + -(-int(MAX_LEN * room) // page_size), max_model_len=MAX_LEN, max_running=slots,
             max_batch_tokens=max(budget, slots, lookahead + 1), depth=depth[0], chained=depth[1], lookahead=lookahead)
         self.requests: list[Request] = []
@@ -93,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def exchange(self) -> None:
         """A successor is told of those that wait, and serves those that run."""
-        self.scheduler = Fallible(self.make_scheduler())
+        self.scheduler = Fallible(self.make_scheduler(), self.errors)
         self.rig.loop.parts.scheduler = self.scheduler
         for state in self.rig.loop.pool.states.values():
             if not state.running:
@@ -102,12 +111,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def pages_add_up(self) -> None:
         if hasattr(self, "rig"):
+            assert not self.errors, self.errors[0]
             self.rig.loop.parts.kv.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
         self.rig.run()
+        assert not self.errors, self.errors[0]
         for request in self.requests:
             tokens, wanted = self.rig.client.tokens(request.id), expected(request)
             assert tokens == (wanted[: len(tokens)] if request.id in self.aborted else wanted), request.id

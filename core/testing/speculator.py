@@ -154,6 +154,7 @@ class SpeculatorSuite:
     texts = 900
     """How many are drawn for the distribution test."""
     length = 4
+    """Of each of them, in tokens."""
     least_p = 1e-4
     """A distribution that agrees is taken for another one about as seldom."""
     drafts_often = True
@@ -175,22 +176,22 @@ class SpeculatorSuite:
         for seed in range(4):
             check_speculator(self.make_speculator, seed=seed, target=target)
 
-    def _drawn(self, checkpoint: "Checkpoint", params: SamplingParams, count: int) -> tuple[Any, Any]:
+    def _drawn(self, checkpoint: "Checkpoint", params: SamplingParams, count: int, length: int) -> tuple[Any, Any]:
         """Texts with the speculator, and texts of other seeds without; greedy ones are the same for every seed."""
         drafting = Texts(checkpoint, self.make_speculator())
-        ours = drafting.draw(params, range(count), self.length if count > 9 else 24)
-        plain = Texts(checkpoint, NoDrafts()).draw(params, range(10**6, 10**6 + count), ours.shape[1])
+        ours = drafting.draw(params, range(count), length)
+        plain = Texts(checkpoint, NoDrafts()).draw(params, range(10**6, 10**6 + count), length)
         assert not drafting.dropped, f"{drafting.dropped} of its proposals make no sense, and were dropped"
         if self.drafts_often and drafting.lookahead:
             assert drafting.accepted, f"not one of {drafting.drafted} drafts was accepted"
         return ours, plain
 
     def test_greedy_texts_are_those_without_it(self, checkpoint: "Checkpoint") -> None:
-        ours, plain = self._drawn(checkpoint, SamplingParams(temperature=0), 3)
+        ours, plain = self._drawn(checkpoint, SamplingParams(temperature=0), 3, 24)
         assert (ours == plain).all(), f"with drafts {ours[0]}, without {plain[0]}"
 
     def test_sampled_texts_are_of_the_distribution_without_it(self, checkpoint: "Checkpoint") -> None:
-        ours, plain = self._drawn(checkpoint, SamplingParams(temperature=1.0), self.texts)
+        ours, plain = self._drawn(checkpoint, SamplingParams(temperature=1.0), self.texts, self.length)
         assert least_p(ours, plain) > self.least_p, (
             "texts with drafts are of another distribution: were the drafts drawn from the probabilities that come "
             "with them, and independently of the target's draws?")

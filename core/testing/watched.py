@@ -10,16 +10,18 @@ from hotswap.core.interfaces.kvcache import Grant
 from hotswap.core.interfaces.scheduler import Answer, SuspendMode
 from hotswap.core.request import Request
 from hotswap.core.testing.fakes import LateExecutor
+from hotswap.core.testing.wrapping import noting
 
 
 class Watched(KVTransfer):
     """Hands everything on to ``inner``. What it must not do in between, it checks: a message holds plain values, and a
-    transfer ends once."""
+    transfer ends once. ``errors``: what was raised while a plan was made."""
 
     def __init__(self, inner: KVTransfer, executor: LateExecutor) -> None:
         super().__init__()
         self.inner, self.executor = inner, executor
         self.ends: list[str] = []
+        self.errors: list[str] = []
 
     def describe(self) -> Description:
         return self.inner.describe()
@@ -33,23 +35,27 @@ class Watched(KVTransfer):
     def lookup(
         self, request: Request, tokens: Sequence[int], cached: int, limit: int, tail: int = 0,
     ) -> int | Answer:
-        before = self.counters(), self.pending
-        found = self.inner.lookup(request, tokens, cached, limit, tail)
-        again = self.inner.lookup(request, tokens, cached, limit, tail)
-        assert (found, *before) == (again, self.counters(), self.pending), "lookup has a side effect"
-        assert isinstance(found, Answer) or found <= max(cached, limit), f"{found} tokens found, at most {limit} asked"
-        return found
+        with noting(self.errors, "lookup"):
+            before = self.counters(), self.pending
+            found = self.inner.lookup(request, tokens, cached, limit, tail)
+            again = self.inner.lookup(request, tokens, cached, limit, tail)
+            assert (found, *before) == (again, self.counters(), self.pending), "lookup has a side effect"
+            most = max(cached, limit)
+            assert isinstance(found, Answer) or found <= most, f"{found} tokens found, at most {limit} asked"
+            return found
 
     def attach(
         self, request: Request, tokens: Sequence[int], table: Grant, cached: int, upto: int,
     ) -> Attachment:
         self.executor.cached[request.id] = cached
-        return self.inner.attach(request, tokens, table, cached, upto)
+        with noting(self.errors, "attach"):
+            return self.inner.attach(request, tokens, table, cached, upto)
 
     def save(
         self, request: Request, tokens: Sequence[int], table: Grant, bound: int, mode: SuspendMode,
     ) -> Saving | None:
-        return self.inner.save(request, tokens, table, bound, mode)
+        with noting(self.errors, "save"):
+            return self.inner.save(request, tokens, table, bound, mode)
 
     def suspended(self, request: Request, tokens: Sequence[int], computed: int) -> None:
         self.inner.suspended(request, tokens, computed)

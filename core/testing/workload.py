@@ -32,6 +32,8 @@ def context(seed: int = 1, max_model_len: int = 4096, vocab_size: int = 1000) ->
 
 
 class WorkloadSuite:
+    """Subclass it and provide ``make_workload``."""
+
     seeded = True
     sample = 60
     """How many requests are looked at, where there are so many."""
@@ -81,13 +83,25 @@ class WorkloadSuite:
                 assert item.prompt[: len(before)] == before, f"item {index} does not begin as item {item.after} does"
 
     def test_every_request_fits_the_model(self) -> None:
-        given = context()
-        for index, item in enumerate(self.drawn(given)):
+        self._fit(context(), self.drawn())
+
+    @pytest.mark.parametrize(
+        "given", [context(vocab_size=257), context(max_model_len=100)], ids=["vocabulary", "context"])
+    def test_every_request_fits_a_smaller_model_or_it_is_refused(self, given: WorkloadContext) -> None:
+        try:
+            items = self.drawn(given)
+        except ConfigError:
+            return
+        self._fit(given, items)
+
+    def _fit(self, given: WorkloadContext, items: Sequence[WorkItem]) -> None:
+        for index, item in enumerate(items):
             assert item.prompt, f"item {index} has an empty prompt"
             assert item.max_tokens >= 1, f"item {index} generates nothing"
             assert all(type(token) is int and 0 <= token < given.vocab_size for token in item.prompt), (
-                f"item {index} has tokens outside the vocabulary")
-            assert len(item.prompt) + item.max_tokens <= given.max_model_len, f"item {index} exceeds the context"
+                f"item {index} has tokens outside the vocabulary of {given.vocab_size}")
+            length = len(item.prompt) + item.max_tokens
+            assert length <= given.max_model_len, f"item {index} has {length} tokens, the context {given.max_model_len}"
 
     def test_a_context_in_which_nothing_fits_is_refused(self) -> None:
         with pytest.raises(ConfigError):

@@ -4,14 +4,17 @@ Each look at a component is a :class:`Finding`. A problem means that it cannot b
 be made better; skipped, that something must be given or installed first.
 """
 
+import contextlib
 import inspect
 import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -19,26 +22,33 @@ from pydantic import ValidationError
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import Component, ComponentRef, Description
 from hotswap.core.registry import Entry, Registry, Status
-from hotswap.server.commands.doctor_kit import run_kit
+from hotswap.server.commands.doctor_kit import run_kit, surroundings
 
 SLOW_IMPORT_S = 1.0
+IMPORT_TIMEOUT_S = 60.0
+"""A module that takes longer is taken for one that never ends."""
+
 HEAVY = ("torch", "transformers", "triton", "ray", "scipy", "pandas", "matplotlib", "tensorflow", "jax", "fastapi")
 """Packages whose import takes long: they are named where a component brings them."""
 
 THERE_ANYWAY = {"attention": ("torch",), "model": ("torch",), "quantization": ("torch",)}
 """By kind: what is imported before such a component is, wherever it is used."""
 
-ENDS = ("import", "contract", "options")
+ENDS = ("import", "contract", "options", "description")
 """Checks behind which nothing can be looked at, where they find a problem."""
 
 _IMPORT = """
 import importlib, json, sys, time
-for name in {before!r}: importlib.import_module(name)
+result, module, *before = sys.argv[1:]
+for name in before:
+    importlib.import_module(name)
 known, began = set(sys.modules), time.perf_counter()
-importlib.import_module({module!r})
+importlib.import_module(module)
 seconds = time.perf_counter() - began
-print(json.dumps([seconds, sorted({{name.partition(".")[0] for name in set(sys.modules) - known}})]))
+with open(result, "w") as file:
+    json.dump([seconds, sorted({name.partition(".")[0] for name in set(sys.modules) - known})], file)
 """
+"""Writes a file, since the module may print, or end the interpreter."""
 
 
 class Health(StrEnum):
@@ -96,12 +106,13 @@ def examine(patient: Patient, kit: bool = True) -> Iterator[Finding]:
 
 
 def _guarded(look: Callable[[Patient], tuple[Health, str]], patient: Patient) -> tuple[Health, str]:
-    """A stranger's code may raise anything."""
+    """A stranger's code may raise anything, and print: standard output is for findings."""
     try:
-        return look(patient)
+        with contextlib.redirect_stdout(sys.stderr):
+            return look(patient)
     except ConfigError as error:
         return Health.PROBLEM, str(error)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Health.PROBLEM, f"{type(error).__name__}: {error}"
 
 
@@ -109,18 +120,28 @@ def _import(patient: Patient) -> tuple[Health, str]:
     """In an interpreter of its own, which has what hotswap itself has imported by then. Never what does not fit."""
     if patient.refused:
         return Health.SKIPPED, "it was written for another contract, and so is not imported"
-    before = ["hotswap.core.registry", *THERE_ANYWAY.get(patient.entry.kind, ())]
-    code = _IMPORT.format(before=before, module=patient.entry.value.partition(":")[0])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return Health.PROBLEM, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    seconds, modules = json.loads(done.stdout.splitlines()[-1])
+    module, before = patient.entry.value.partition(":")[0], THERE_ANYWAY.get(patient.entry.kind, ())
+    with TemporaryDirectory(prefix="hotswap-doctor-") as folder:
+        result = Path(folder) / "result.json"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", "-c", _IMPORT, str(result), module, "hotswap.core.registry", *before],
+                env=surroundings(), capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return Health.PROBLEM, f"importing {module} has not ended within {IMPORT_TIMEOUT_S:g} s"
+        if not result.exists():
+            said = done.stderr.strip().splitlines() if done.returncode else []
+            ends = f"importing {module} ends the interpreter, with exit code {done.returncode}"
+            return Health.PROBLEM, said[-1] if said else ends
+        seconds, modules = json.loads(result.read_text())
     heavy = [name for name in HEAVY if name in modules]
     told = f"{seconds:.2f} s" + (f", and brings {', '.join(heavy)}" if heavy else "")
+    advice = []
     if seconds > SLOW_IMPORT_S:
-        advice = "import what takes long inside the methods that need it: `config check` imports the module, too"
-        return Health.WARNING, f"{told}; {advice}"
-    return Health.OK, told
+        advice.append("import what takes long inside the methods that need it: `config check` imports the module, too")
+    if done.stdout:
+        advice.append("it prints while it is imported, into what others read from standard output: log it instead")
+    return (Health.WARNING, "; ".join([told, *advice])) if advice else (Health.OK, told)
 
 
 def _contract(patient: Patient) -> tuple[Health, str]:
@@ -135,8 +156,7 @@ def _contract(patient: Patient) -> tuple[Health, str]:
 
 def _documentation(patient: Patient) -> tuple[Health, str]:
     doc = patient.cls.__doc__ or ""
-    interface = next(base for base in patient.cls.__mro__ if base.__dict__.get("kind") == patient.entry.kind)
-    if not doc.strip() or doc == interface.__doc__:
+    if not doc.strip():
         return Health.WARNING, "the class has no docstring: say in it what it does and when to choose it"
     if "Choose it ..." in doc:
         return Health.WARNING, "its docstring still says 'Choose it ...' where it should say when"
@@ -180,22 +200,26 @@ def _kit(patient: Patient) -> tuple[Health, str]:
     report = run_kit(patient.entry.kind, patient.use, patient.options, offers)
     if report.skipped:
         return Health.SKIPPED, report.skipped
+    if report.broken:
+        return Health.PROBLEM, report.broken
     if report.failures:
         return Health.PROBLEM, f"{len(report.failures)} of {report.checks} checks fail:\n" + "\n".join(report.failures)
     return Health.OK, f"{report.checks} checks in {report.seconds:.1f} s"
 
 
-def report(findings: Sequence[Finding]) -> str:
-    """For the terminal: a paragraph a component, and what it comes to."""
-    lines: list[str] = []
-    component = ""
+def told(findings: Iterable[Finding]) -> Iterator[str]:
+    """Lines for the terminal, each as soon as it is known: a paragraph a component, and what it comes to."""
+    component, counts = "", Counter[Health]()
     for finding in findings:
+        counts[finding.health] += 1
         if finding.component != component:
-            lines += ["", finding.component] if lines else [finding.component]
+            if component:
+                yield ""
+            yield finding.component
             component = finding.component
         first, *more = finding.detail.splitlines() or [""]
-        lines.append(f"  {finding.health:<8} {finding.check:<14} {first}")
-        lines += [f"{'':26}{line}" for line in more]
-    counts = Counter(finding.health for finding in findings)
-    told = ", ".join(f"{health} {counts[health]}" for health in (Health.PROBLEM, Health.WARNING, Health.SKIPPED))
-    return "\n".join([*lines, "", told])
+        yield f"  {finding.health:<8} {finding.check:<14} {first}"
+        for line in more:
+            yield f"{'':26}{line}"
+    yield ""
+    yield ", ".join(f"{health} {counts[health]}" for health in (Health.PROBLEM, Health.WARNING, Health.SKIPPED))

@@ -1,5 +1,7 @@
 """Runs the quick part of a kind's suite on an installed component, in a process of its own."""
 
+import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -12,19 +14,28 @@ from typing import Any, NamedTuple
 from hotswap.core.testing.suites import SUITES
 
 NEEDED = ("pytest", "hypothesis")
+KIT_TIMEOUT_S = 900.0
+"""A suite that takes longer is taken for one that never ends."""
 
 _TESTS = '''
 """Written by hotswap plugins doctor."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from hotswap.core.errors import ConfigError
 from {module} import {suite}
 from hotswap.core.testing.rig import build
+
+NAME = {name!r}
+OPTIONS = json.loads(Path(__file__).with_name("options.json").read_text())
 
 
 class TestIt({suite}):
     def {maker}(self, **options):
-        return build({kind!r}, {use!r}, **({options!r} | options))
+        return build({kind!r}, {use!r}, **(OPTIONS | options))
 '''
 
 _REQUESTS = '''
@@ -41,21 +52,42 @@ _REQUESTS = '''
 '''
 
 _MODELS = '''
+    def write(self, folder):
+        """Of the architecture that it is named after, where transformers knows it; else a Llama."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+        from hotswap.core.testing.checkpoints import transformers_checkpoint
+
+        if NAME in KNOWN.values():
+            transformers_checkpoint(folder, NAME)
+        else:
+            super().write(folder)
+
     @pytest.fixture(autouse=True)
-    def family(self):
+    def family(self, checkpoint):
         try:
-            self.make_model().facts(self.config)
-        except Exception as error:
+            self.make_model().facts(checkpoint.config)
+        except (ConfigError, KeyError) as error:
             pytest.skip(f"it is none for the kit's tiny Llama; its own tests bring a checkpoint of its family: {error}")
 '''
 
 _STRATEGIES = '''
     @pytest.fixture(autouse=True)
-    def fits(self, checkpoint):
-        try:
-            self.make_strategy().layout(self.facts(checkpoint), self.inner)
-        except Exception as error:
-            pytest.skip(f"it does not fit the kit's tiny Llama; its own tests bring a model that it fits: {error}")
+    def fits(self, tmp_path):
+        from hotswap.core.modeling.checkpoint import open_checkpoint
+        from hotswap.core.testing.checkpoints import LLAMA, MIXTRAL, tiny_checkpoint
+
+        refusals = []
+        for config in (LLAMA, MIXTRAL):
+            folder = tiny_checkpoint(tmp_path / config["model_type"], config)
+            try:
+                self.make_strategy().layout(self.facts(open_checkpoint(str(folder), progress=False)), self.inner)
+            except ConfigError as error:
+                refusals.append(str(error))
+            else:
+                self.config = config
+                return
+        pytest.skip(f"it does not fit the kit's tiny models; its own tests bring one that it fits: {refusals}")
 '''
 
 _MORE = {"logits_processor": _REQUESTS, "model": _MODELS, "shard": _STRATEGIES}
@@ -68,12 +100,21 @@ addopts = --import-mode=importlib
 
 
 class KitReport(NamedTuple):
-    """``checks`` that were run. ``skipped``: why none was. ``failures``: test and message, a line each."""
+    """``checks`` that were run. ``skipped``: why none was. ``failures``: test and message, a line each. ``broken``: why
+    the suite could not be run."""
 
     checks: int = 0
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
     skipped: str = ""
+    broken: str = ""
+
+
+def surroundings() -> dict[str, str]:
+    """The environment of a child that finds the modules which this process finds."""
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    found.pop("PYTEST_ADDOPTS", None)  # is about the tests of whoever has set it
+    return found
 
 
 def run_kit(kind: str, use: str, options: Mapping[str, Any], offers: Collection[str] = ()) -> KitReport:
@@ -83,18 +124,30 @@ def run_kit(kind: str, use: str, options: Mapping[str, Any], offers: Collection[
     part = SUITES[kind]
     module, _, suite = part.suite_for(offers).partition(":")
     text = _TESTS.format(
-        module=module, suite=suite, maker=part.maker, kind=kind, use=use, options=dict(options)) + _MORE.get(kind, "")
+        module=module, suite=suite, maker=part.maker, kind=kind, use=use, name=use.partition(":")[2],
+    ) + _MORE.get(kind, "")
     with TemporaryDirectory(prefix="hotswap-doctor-") as folder:
         path = Path(folder)
         (path / "test_it.py").write_text(text)
+        (path / "options.json").write_text(json.dumps(dict(options), default=str))
         (path / "pytest.ini").write_text(_INI)
+        return _run(path)
+
+
+def _run(path: Path) -> KitReport:
+    command = [
+        sys.executable, "-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "hotswap.core.testing.quick",
+        "--junitxml", str(path / "report.xml"), "test_it.py"]
+    try:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "hotswap.core.testing.quick",
-             "--junitxml", str(path / "report.xml"), "test_it.py"],
-            cwd=path, capture_output=True, text=True, check=False)
-        if not (path / "report.xml").exists():
-            return KitReport(failures=(done.stdout[-2000:] + done.stderr[-2000:],))
-        return _read(path / "report.xml")
+            command, cwd=path, env=surroundings(), capture_output=True, timeout=KIT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        last = (error.stdout or b"").decode(errors="replace").strip().splitlines()[-1:]
+        return KitReport(broken=f"the kit has not ended within {KIT_TIMEOUT_S:g} s; its last words: {' '.join(last)}")
+    if not (path / "report.xml").exists():
+        said = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-20:]
+        return KitReport(broken="\n".join([f"the kit ended with exit code {done.returncode} and no report:", *said]))
+    return _read(path / "report.xml")
 
 
 def _read(path: Path) -> KitReport:

@@ -3,6 +3,9 @@
 import contextlib
 import inspect
 import json
+import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,8 @@ from hotswap.core.config.files import parse_yaml
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join, nearest
 from hotswap.core.registry import Entry, Listing, Registry, same_distribution
-from hotswap.server.commands.doctor import Health, Patient, examine, report
-from hotswap.server.commands.scaffold import check_name, write_project
+from hotswap.server.commands.doctor import Finding, Health, Patient, examine, told
+from hotswap.server.commands.scaffold import check_name, distribution_of, write_project
 from hotswap.server.commands.table import table
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs.")
@@ -30,7 +33,7 @@ def command(ctx: click.Context, load: bool, as_json: bool) -> None:
     registry = Registry()
     if load:
         for item in registry.listing():
-            with contextlib.suppress(ConfigError):  # the listing will say why
+            with contextlib.suppress(ConfigError), _aside():  # the listing will say why
                 registry.load(item.kind, f"{item.distribution}:{item.name}")
     listed = registry.listing()
     if as_json:
@@ -48,7 +51,8 @@ def show(component: str, as_json: bool) -> None:
     if not name:
         raise click.UsageError(f"'{component}' should be KIND:NAME, such as scheduler:chunked.")
     registry = Registry()
-    cls = registry.load(kind, name)
+    with _aside():
+        cls = registry.load(kind, name)
     found = registry.find(kind, name)
     listing = next(item for item in registry.listing(kind) if item[:3] == (kind, found.name, found.distribution))
     facts: dict[str, Any] = {
@@ -61,18 +65,18 @@ def show(component: str, as_json: bool) -> None:
     click.echo(json.dumps(facts, indent=2) if as_json else _page(facts))
 
 
-@command.command()
+@command.command(epilog=f"Kinds: {', '.join(Registry().kinds)}.")
 @click.argument("kind")
 @click.argument("name")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Its folder; by default ./hotswap-NAME.")
 def new(kind: str, name: str, folder: Path | None) -> None:
     """Write the project of a new plugin that works: a module, its tests, an entry point, a config."""
-    registry = Registry()
-    check_name(kind, name, registry)
-    folder = folder or Path(f"hotswap-{name.replace('_', '-')}")
-    written = write_project(kind, name, folder, registry)
+    check_name(kind, name, Registry())
+    folder = folder or Path(distribution_of(name))
+    written = write_project(kind, name, folder)
     click.echo("\n".join(str(path) for path in written))
-    click.echo(f"\nNow:  cd {folder} && pip install -e . && pytest && hotswap plugins show {kind}:{name}")
+    click.echo(
+        f"\nNow:  cd {shlex.quote(str(folder))} && pip install -e . && pytest && hotswap plugins show {kind}:{name}")
 
 
 @command.command()
@@ -89,12 +93,22 @@ def doctor(ctx: click.Context, target: str | None, sets: tuple[str, ...], no_kit
     options = _given(sets)
     if options and len(entries) > 1:
         raise click.UsageError("--set is for one component: name it as KIND:NAME.")
-    findings = [
-        finding for entry in entries for finding in examine(Patient(entry, registry, options), kit=not no_kit)]
+    if not entries and not as_json:
+        click.echo("No component is installed but hotswap's own: name one of them.")
+        return
+    findings: list[Finding] = []
+
+    def examined() -> Iterator[Finding]:
+        for entry in entries:
+            for finding in examine(Patient(entry, registry, options), kit=not no_kit):
+                findings.append(finding)
+                yield finding
+
     if as_json:
-        click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+        click.echo(json.dumps([finding._asdict() for finding in examined()], indent=2))
     else:
-        click.echo(report(findings) if findings else "No component is installed but hotswap's own: name one of them.")
+        for line in told(examined()):
+            click.echo(line)
     ctx.exit(1 if any(finding.health is Health.PROBLEM for finding in findings) else 0)
 
 
@@ -126,6 +140,11 @@ def _given(sets: tuple[str, ...]) -> dict[str, Any]:
             section = section.setdefault(name, {})
         section[inner[-1]] = parse_yaml(value)
     return options
+
+
+def _aside() -> contextlib.AbstractContextManager[Any]:
+    """While a stranger's module is imported, which may print: standard output is for the answer."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _page(facts: dict[str, Any]) -> str:

@@ -9,8 +9,9 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
+from hotswap.core.config.files import parse_yaml
 from hotswap.core.errors import ConfigError
-from hotswap.core.registry import INTERFACES, Registry
+from hotswap.core.registry import INTERFACES, Registry, same_distribution
 
 _TEMPLATES = files("hotswap.server") / "scaffold"
 _NO_SERVER = {"workload"}
@@ -42,25 +43,33 @@ def check_name(kind: str, name: str, registry: Registry) -> None:
     """ConfigError where a project of that kind and name cannot be made."""
     if kind not in registry.kinds:
         raise ConfigError(registry.no_kind(kind))
-    pattern, example = (r"[A-Za-z][A-Za-z0-9_]*", "MyForCausalLM") if kind == "model" else (
-        r"[a-z][a-z0-9]*(_[a-z0-9]+)*", "my_part")
-    if not re.fullmatch(pattern, name) or keyword.iskeyword(name):
+    letters, example = ("A-Za-z", "MyForCausalLM") if kind == "model" else ("a-z", "my_part")
+    if not re.fullmatch(f"[{letters}][{letters}0-9]*(_[{letters}0-9]+)*", name) or keyword.iskeyword(name):
         raise ConfigError(
             f"'{name}' is no name for a {kind}: it stands in configs and in a module's name, so give letters, digits "
             f"and underscores, as in {example}")
+    if name == "auto" or parse_yaml(name) != name:
+        raise ConfigError(f"'{name}' means something else in a config: give the {kind} another name, as {example}")
     if there := [entry for entry in registry.entries if (entry.kind, entry.name) == (kind, name)]:
         raise ConfigError(f"there is a {there[0]} already: give yours another name")
+    project = distribution_of(name)
+    if there := [entry for entry in registry.entries if same_distribution(entry.distribution, project)]:
+        raise ConfigError(f"pip would put the project in the place of another of that name, with the {there[0]}: give "
+                          "yours another name")
+    if re.search(rf"\b{_camel(name)}\b", "".join(_sources(kind).values())):
+        raise ConfigError(f"the class would be called {_camel(name)}, as something that it needs: give the {kind} "
+                          f"another name, as {name}_{kind}")
 
 
-def write_project(kind: str, name: str, folder: Path, registry: Registry) -> list[Path]:
+def write_project(kind: str, name: str, folder: Path) -> list[Path]:
     """The files of a project for a ``kind`` called ``name``, which :func:`check_name` has passed; nothing is written
     over. ConfigError where ``folder`` is not empty or cannot be written."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder} is there and not empty: give another folder with --dir")
+            raise ConfigError(f"{folder} is there and is no empty folder: give another one with --dir")
         folder.mkdir(parents=True, exist_ok=True)
         written = []
-        for file, text in project(kind, name, folder, registry).items():
+        for file, text in project(kind, name).items():
             path = folder / file
             path.write_text(text, encoding="utf-8")
             written.append(path)
@@ -69,17 +78,20 @@ def write_project(kind: str, name: str, folder: Path, registry: Registry) -> lis
     return written
 
 
-def project(kind: str, name: str, folder: Path, registry: Registry) -> dict[str, str]:
+def distribution_of(name: str) -> str:
+    """The name of its project, and of its folder."""
+    return f"hotswap-{_snake(name).replace('_', '-')}"
+
+
+def _sources(kind: str) -> dict[str, str]:
+    """The Python files of a template, by their names there."""
+    return {file: (_TEMPLATES / kind / file).read_text("utf-8")
+            for file in ("hotswap_mypart.py", "test_hotswap_mypart.py")}
+
+
+def project(kind: str, name: str) -> dict[str, str]:
     """File name -> text."""
     template = _TEMPLATES / kind
-    module = f"hotswap_{_snake(name)}"
-    texts = {
-        f"{module}.py": (template / "hotswap_mypart.py").read_text("utf-8"),
-        f"test_{module}.py": (template / "test_hotswap_mypart.py").read_text("utf-8"),
-        "config.yaml": (template / "config.yaml").read_text("utf-8"),
-        "pyproject.toml": (_TEMPLATES / "pyproject.toml.in").read_text("utf-8"),
-        "README.md": (_TEMPLATES / "README.md.in").read_text("utf-8"),
-    }
     serves = kind not in _NO_SERVER
     filled = {
         "kind": kind,
@@ -89,17 +101,18 @@ def project(kind: str, name: str, folder: Path, registry: Registry) -> dict[str,
         "command": "hotswap serve config.yaml" if serves else f"hotswap plugins doctor {kind}:mypart",
         "selected": SELECTED[kind],
     }
+    texts = {**_sources(kind), "config.yaml": (template / "config.yaml").read_text("utf-8")}
     for file in ("pyproject.toml", "README.md"):
+        text = (_TEMPLATES / f"{file}.in").read_text("utf-8")
         for key, value in filled.items():
-            texts[file] = texts[file].replace(f"{{{key}}}", value)
-    return {file: _renamed(text, name) for file, text in texts.items()}
+            text = text.replace(f"{{{key}}}", value)
+        texts[file] = text
+    return {_renamed(file, name): _renamed(text, name) for file, text in texts.items()}
 
 
 def _renamed(text: str, name: str) -> str:
     """Every spelling of the template's name becomes that spelling of ``name``."""
-    snake = _snake(name)
-    text = text.replace("hotswap_mypart", f"hotswap_{snake}")
-    text = text.replace("hotswap-mypart", f"hotswap-{snake.replace('_', '-')}")
+    text = text.replace("hotswap_mypart", f"hotswap_{_snake(name)}").replace("hotswap-mypart", distribution_of(name))
     return text.replace("MyPart", _camel(name)).replace("mypart", name)
 
 

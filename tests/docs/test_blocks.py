@@ -11,6 +11,8 @@ import textwrap
 import tomllib
 
 import click
+import pytest
+from click.testing import CliRunner
 
 from hotswap.core.config import load_config
 from hotswap.core.config.check import check_config
@@ -129,16 +131,16 @@ def test_classes_of_the_pages_define_all_that_their_kind_asks_for(python_block):
     assert all(cls().describe() for cls in ours)
 
 
-def test_the_tutorial_s_package_is_found_chosen_and_passes_its_tests(pages, tmp_path):
-    """The files of the tutorial, installed as a distribution, by the commands that the page names."""
-    page = pages.ROOT / "docs/writing-a-plugin.md"
+@pytest.fixture
+def package(pages, tmp_path, monkeypatch):
+    """The folder of what docs/writing-a-plugin.md makes, found as if pip had installed it; and its configs."""
+    page, points, modules = pages.ROOT / "docs/writing-a-plugin.md", {}, []
     for block in pages.blocks("python", page):
         if block.mark.startswith("plugin="):
-            (tmp_path / block.mark.removeprefix("plugin=")).write_text(block.code)
-    points: dict[str, dict[str, str]] = {}
+            modules.append(block.mark.removeprefix("plugin="))
+            (tmp_path / modules[-1]).write_text(block.code)
     for block in pages.blocks("toml", page):
-        document = tomllib.loads(block.code)["project"]
-        for group, entries in document["entry-points"].items():
+        for group, entries in tomllib.loads(block.code)["project"]["entry-points"].items():
             points.setdefault(group, {}).update(entries)
     metadata = tmp_path / "hotswap_smallest_first-1.0.dist-info"
     metadata.mkdir()
@@ -146,23 +148,38 @@ def test_the_tutorial_s_package_is_found_chosen_and_passes_its_tests(pages, tmp_
     (metadata / "entry_points.txt").write_text("\n".join(
         f"[{group}]\n" + "\n".join(f"{name} = {value}" for name, value in entries.items())
         for group, entries in points.items()))
-    configs = [block for block in pages.blocks("yaml", page) if block.mark == "plugin"]
-    for number, block in enumerate(configs):
-        (tmp_path / f"{number}.yaml").write_text(block.code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path, [block.code for block in pages.blocks("yaml", page) if block.mark == "plugin"]
+    for module in modules:
+        sys.modules.pop(module.removesuffix(".py"), None)
 
-    def run(*command: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(pages.ROOT / "src")])}
-        done = subprocess.run(
-            [sys.executable, "-m", *command], capture_output=True, text=True, cwd=tmp_path, env=environment,
-            timeout=300, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
+def hotswap(*arguments):
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_package_of_the_page_on_plugins_is_found_and_its_configs_choose_its_parts(package):
+    folder, configs = package
     row = r"queue_policy +smallest_first +hotswap-smallest-first +1.0 +queue_policy/1"
-    assert re.search(row, run("hotswap", "plugins"))
-    checked = [run("hotswap", "config", "check", f"{number}.yaml") for number in range(len(configs))]
+    assert re.search(row, hotswap("plugins"))
+    checked = []
+    for number, config in enumerate(configs):
+        (folder / f"{number}.yaml").write_text(config)
+        checked.append(hotswap("config", "check", folder / f"{number}.yaml"))
     for name in (
         "queue_policy:ageing", "logits_processor:steer", "eviction_policy:newest_first", "observer:slow_steps",
     ):
         assert any(name in listing for listing in checked), name
-    assert "passed" in run("pytest", "-q", "-p", "no:cacheprovider", "test_mine.py")
+
+
+def test_the_package_of_the_page_on_plugins_passes_the_tests_of_the_page(package, pages):
+    folder, _ = package
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(pages.ROOT / "src")])}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "hotswap.core.testing.quick",
+         "test_mine.py"],
+        capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout

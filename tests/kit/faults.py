@@ -6,7 +6,11 @@ of a class is what goes wrong, as docs/kit.md lists it.
 
 import importlib.util
 import random
+import sys
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotswap.core.errors import BrokenComponentError, EngineStoppedError
 from hotswap.core.hooks import hookimpl
+from hotswap.core.interfaces.component import Description
+from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.messages import Verdict
-from hotswap.core.interfaces.parallel import MeshDim, RankPlan
+from hotswap.core.interfaces.parallel import MeshDim, RankPlan, Take
 from hotswap.core.interfaces.scheduler import Row, StepPlan
 from hotswap.core.interfaces.speculator import Drafts
 from hotswap.core.modeling.layers import RowLinear
-from hotswap.core.testing.rig import build
+from hotswap.core.testing.rig import REGISTRY, build
 
 SCAFFOLD = Path(__file__).parents[2] / "server" / "scaffold"
 
@@ -122,6 +129,25 @@ class ServesOnlyItsOwn(T.scheduler.MyPart):
         return StepPlan([row for row in plan.rows if row.request in self.own])
 
 
+class NowAndThen(T.scheduler.MyPart):
+    """every seventh plan breaks a rule, and is made again without a fault"""
+
+    plans = 0
+
+    def plan(self, ctx):
+        plan = super().plan(ctx)
+        if plan.rows:
+            self.plans += 1
+        return plan if self.plans % 7 else StepPlan([*plan.rows, *plan.rows[:1]])
+
+
+class DropsOnlyWhatWaits(T.scheduler.MyPart):
+    """the end of a request that runs makes it raise"""
+
+    def drop(self, request_id):
+        del self.waiting[request_id]
+
+
 class DraftsWithoutRoom(T.scheduler.MyPart):
     """a row verifies more drafts than it has reserved room for"""
 
@@ -210,6 +236,13 @@ class FencesIgnored(T.kvcache.MyPart):
         return self.inner.release(request_id, (), retain)
 
 
+class EvictsInSilence(T.kvcache.MyPart):
+    """who follows the cache is not told what is evicted"""
+
+    def events(self):
+        return [event for event in super().events() if event.kind != "evicted"]
+
+
 class UndoForgotten(T.kvcache.MyPart):
     """what a failed plan has reserved is kept"""
 
@@ -230,6 +263,18 @@ class UndoLoads(T.kv_transfer.MyPart):
 
     def _undo_attach(self, request_id, record):
         self.records[request_id] = record
+
+
+class Stumbles(T.kv_transfer.MyPart):
+    """every hundredth look-up raises, and goes well the next time"""
+
+    lookups = 0
+
+    def lookup(self, *arguments):
+        self.lookups += 1
+        if self.lookups % 100 == 0:
+            raise KeyError("planted")
+        return super().lookup(*arguments)
 
 
 class AllThatWasKnown(T.kv_transfer.MyPart):
@@ -276,6 +321,13 @@ class ReadsWholePages(T.attention.MyPart):
             last = int(pages.page_table[row, (length - 1) // pages.page_size])
             rest = cache[1][last, (length - 1) % pages.page_size + 1 :]
             out[:] += 0 * rest.sum()
+
+
+class OwnNotation(T.attention.MyPart):
+    """its pages hold what another backend of the same layout would misread"""
+
+    def run(self, state, q, k, v, cache, out):
+        super().run(state, -q, -k, v, cache, out)
 
 
 class NoCap(T.attention.MyPart):
@@ -403,6 +455,27 @@ class HalfTheBytes(T.model.MyPart):
         return [replace(spec, bytes_per_token=spec.bytes_per_token // 2) for spec in super().cache_specs()]
 
 
+class OneAttendForAll(T.model.MyPart):
+    """two engines that share it attend in each other's place"""
+
+    def forward(self, inputs, positions, attend, taps=None):
+        self.attend = attend
+        return super().forward(inputs, positions, lambda *arguments: self.attend(*arguments), taps)
+
+
+class OneLayerLate(REGISTRY.load("model", "LlamaForCausalLM")):
+    """hidden states are those of the layer before"""
+
+    def forward(self, inputs, positions, attend, taps=None):
+        asked = dict.fromkeys(self.taps())
+        x = super().forward(inputs, positions, attend, asked)
+        for name in taps or ():
+            layer, _, number = name.partition(":")
+            before = "embedding" if number == "0" else f"{layer}:{int(number) - 1}" if number else name
+            taps[name] = asked[before]
+        return x
+
+
 # ---------------------------------------------------------------------- quantization
 
 
@@ -520,6 +593,149 @@ class LeavesItOpen(T.executor.MyPart):
             self.thread.shutdown(wait=False)
 
 
+class TellsOfNoShortage(T.executor.MyPart):
+    """a worker without room for its pages looks like one that has died"""
+
+    def allocate(self, plan):
+        try:
+            super().allocate(plan)
+        except MemoryError as error:
+            raise EngineStoppedError(str(error)) from error
+
+
+class StopsToPrepare(T.executor.MyPart):
+    """steps wait for parts that are being prepared"""
+
+    def prepare(self, parts):
+        return self._call(self.worker.prepare, parts).result()
+
+
+class InPlaceAtOnce(T.executor.MyPart):
+    """prepared parts are in place before they are exchanged"""
+
+    def prepare(self, parts):
+        info = super().prepare(parts)
+        if parts:
+            super().exchange(CachePlan({}), True, Take.PREPARED)
+        return info
+
+
+class TakesTheFirst(T.executor.MyPart):
+    """what was prepared first is put in place, not what was prepared last"""
+
+    first = None
+
+    def prepare(self, parts):
+        self.first = self.first or parts
+        return super().prepare(self.first)
+
+
+class TakesWhatThereIs(T.executor.MyPart):
+    """an exchange for which nothing was prepared looks like one that went well"""
+
+    def exchange(self, plan, keeps_pages, take):
+        with suppress(RuntimeError):
+            super().exchange(plan, keeps_pages, take)
+
+
+class NoWayBack(T.executor.MyPart):
+    """an exchange cannot be taken back"""
+
+    def exchange(self, plan, keeps_pages, take):
+        super().exchange(plan, keeps_pages, Take.SAME if take is Take.FORMER else take)
+
+
+class KeepsTheOldForGood(T.executor.MyPart):
+    """the old parts are never let go"""
+
+    def settle(self): ...
+
+
+class Pair:
+    """Two ranks that look like one worker."""
+
+    def __init__(self, factory, plan):
+        self.ranks = [factory(plan, rank) for rank in range(2)]
+
+    def each(self, name, *arguments):
+        """On both of them, whatever one raises; what the first one returns."""
+        calls = [Future() for _ in self.ranks]
+        for rank, call in zip(self.ranks, calls, strict=True):
+            try:
+                call.set_result(getattr(rank, name)(*arguments))
+            except Exception as error:
+                call.set_exception(error)
+        return [call.result() for call in calls][0]
+
+    def __getattr__(self, name):
+        return partial(self.each, name)
+
+    def reports(self):
+        return [rank.report() for rank in self.ranks]
+
+    def prepare(self, parts):
+        try:
+            return self.each("prepare", parts)
+        except Exception:
+            self.each("prepare", {})
+            raise
+
+
+class TwoRanks(T.executor.MyPart):
+    """Nothing is wrong with it."""
+
+    pair = Pair
+
+    def describe(self):
+        return Description(offers=frozenset({"ranks", "exchange"}))
+
+    def launch(self, factory, plan, meeting=None):
+        return super().launch(lambda plan, rank: self.pair(factory, plan), RankPlan())
+
+    def report(self):
+        return self._call(self.worker.reports).result()
+
+
+class OneKeepsThem(TwoRanks):
+    """parts that one rank refuses stay prepared on the others"""
+
+    class pair(Pair):
+        def prepare(self, parts):
+            return self.each("prepare", parts)
+
+
+class OnlyTheFirst(TwoRanks):
+    """an exchange reaches the first rank only"""
+
+    class pair(Pair):
+        def exchange(self, *arguments):
+            self.ranks[0].exchange(*arguments)
+
+
+class ClosesOne(TwoRanks):
+    """stop closes the first rank only"""
+
+    class pair(Pair):
+        def close(self):
+            self.ranks[0].close()
+
+
+class TakesOneBack(TwoRanks):
+    """after an exchange that one rank could not carry out, only that one is taken back"""
+
+    class pair(Pair):
+        failed = False
+
+        def exchange(self, *arguments):
+            if self.failed:
+                return self.ranks[1].exchange(*arguments)
+            try:
+                return self.each("exchange", *arguments)
+            except RuntimeError:
+                self.failed = True
+                raise
+
+
 # ---------------------------------------------------------------------- launcher
 
 
@@ -528,6 +744,15 @@ class SecretInTheOpen(T.launcher.MyPart):
 
     def start(self, entry, arguments):
         self.options = self.Options(command=["env", f"SEEN={arguments[0]['secret']}"])
+        super().start(entry, arguments)
+
+
+class SecretInTheCommand(T.launcher.MyPart):
+    """the secret stands in the interpreter's command line"""
+
+    def start(self, entry, arguments):
+        again = "import os, sys; os.execv(sys.executable, [sys.executable, '-X', *sys.argv[1:2], *sys.argv[3:]])"
+        self.options = self.Options(command=[sys.executable, "-c", again, arguments[0]["secret"]])
         super().start(entry, arguments)
 
 
@@ -551,6 +776,16 @@ class KillsAtOnce(T.launcher.MyPart):
 
     def stop(self, timeout_s):
         super().stop(0.0)
+
+
+class TimeForEach(T.launcher.MyPart):
+    """each process has the whole time to end, one behind the other"""
+
+    def stop(self, timeout_s):
+        everyone = self.processes
+        for process in everyone:
+            self.processes = [process]
+            super().stop(timeout_s)
 
 
 # ---------------------------------------------------------------------- shard strategy
@@ -651,6 +886,19 @@ class PreparesOtherwise(T.router.MyPart):
         return lambda candidates: max(candidates, key=lambda one: one.loads.dispatched).engine
 
 
+class DecidesOnce(T.router.MyPart):
+    """an engine that has refused a request is chosen for it again"""
+
+    def prepare(self, request):
+        chosen = []
+
+        def pick(candidates):
+            chosen[:] = chosen or [self.pick(request, candidates)]
+            return chosen[0]
+
+        return pick
+
+
 class Favourite(T.router.MyPart):
     """one engine gets everything, however busy"""
 
@@ -697,6 +945,20 @@ class Unseeded(T.workload.MyPart):
         return super().items(replace(context, seed=random.randrange(10**9)))
 
 
+class AnyToken(T.workload.MyPart):
+    """tokens are drawn that a model with a small vocabulary does not have"""
+
+    def items(self, context):
+        return super().items(replace(context, vocab_size=1000))
+
+
+class AnyLength(T.workload.MyPart):
+    """requests are as long as they like, whatever the context"""
+
+    def items(self, context):
+        return self._draw(context)
+
+
 class OneStream(T.workload.MyPart):
     """two streams of one workload draw from one source"""
 
@@ -721,6 +983,11 @@ def of_three(cls):
 MAKERS: dict[str, Any] = {"kvcache": kvcache, "shard": of_three}
 """By kind: how a faulty class is made, where its options and parts are not enough."""
 
+RAISE: dict[type, tuple[type[Exception], ...]] = {
+    RaisesForStrangers: (KeyError,), UndoLoads: (KeyError,), TellsOfNoShortage: (EngineStoppedError,),
+    NoFailover: (EngineStoppedError,), Misspelt: (BrokenComponentError,)}
+"""Faults that raise of themselves where nobody asks, and what."""
+
 FAULTS: dict[str, dict[type, str]] = {
     "scheduler": {
         ForgetsWhoWasSuspended: "test_shortage_ends_with_everybody_served",
@@ -730,6 +997,8 @@ FAULTS: dict[str, dict[type, str]] = {
         NewestOnly: "test_an_old_request_does_not_starve_behind_new_ones",
         KeepsTheDead: "test_aborts_in_every_state_give_everything_back",
         ServesOnlyItsOwn: "test_a_successor_goes_on_where_it_left_off",
+        NowAndThen: "test_requests_get_exactly_their_tokens_at_every_depth",
+        DropsOnlyWhatWaits: "test_requests_get_exactly_their_tokens_at_every_depth",
         DraftsWithoutRoom: "test_drafts_change_nothing_but_the_speed",
     },
     "queue_policy": {
@@ -741,6 +1010,7 @@ FAULTS: dict[str, dict[type, str]] = {
     "kvcache": {
         SharesWithEverybody: "test_each_part_of_the_key_separates",
         FencesIgnored: "test_fenced_pages_mean_later_and_their_fence_means_granted",
+        EvictsInSilence: "test_events_tell_what_enters_and_leaves_the_index",
         UndoForgotten: "test_undo_brings_back_what_a_plan_has_done",
     },
     "eviction_policy": {
@@ -751,6 +1021,7 @@ FAULTS: dict[str, dict[type, str]] = {
     "kv_transfer": {
         NeverForgets: "test_an_abort_gives_everything_back_whatever_the_state",
         UndoLoads: "test_random_traffic_reads_only_what_it_wrote_and_gives_everything_back",
+        Stumbles: "test_random_traffic_reads_only_what_it_wrote_and_gives_everything_back",
         AllThatWasKnown: "test_a_request_that_was_swapped_goes_on_where_it_was",
     },
     "attention": {
@@ -758,6 +1029,7 @@ FAULTS: dict[str, dict[type, str]] = {
         SeesTheNext: "test_ragged_batches_with_padded_rows_agree_with_dense_attention",
         WrongGroups: "test_groups_of_query_heads_read_their_own_key_heads",
         ReadsWholePages: "test_ragged_batches_with_padded_rows_agree_with_dense_attention",
+        OwnNotation: "test_in_every_layout_that_it_shares_another_would_find_the_keys_and_values",
         NoCap: "test_a_softcap_squashes_the_scores",
     },
     "speculator": {
@@ -776,6 +1048,8 @@ FAULTS: dict[str, dict[type, str]] = {
         ForgetsToReduce: "test_sharded_over_ranks_it_gives_the_same",
         PositionsFromNought: "test_it_gives_the_reference_s_logits_whole_and_in_chunks",
         LooksAtNeighbours: "test_a_row_does_not_depend_on_its_neighbours_in_the_step",
+        OneAttendForAll: "test_engines_of_one_process_may_share_it_where_its_facts_say_so",
+        OneLayerLate: "test_hidden_states_are_those_that_their_names_say",
         HalfTheBytes: "test_its_facts_come_from_the_config_alone_and_agree_with_what_it_builds",
     },
     "quantization": {
@@ -793,12 +1067,25 @@ FAULTS: dict[str, dict[type, str]] = {
         SwallowsErrors: "test_a_step_that_raises_ends_with_an_error_or_ends_the_engine_by_name",
         WellThoughDead: "test_a_worker_that_dies_is_told_by_collect_by_submit_and_by_health",
         LeavesItOpen: "test_stop_closes_the_workers_within_its_bound_and_may_come_twice",
+        ClosesOne: "test_stop_closes_the_workers_within_its_bound_and_may_come_twice",
+        TellsOfNoShortage: "test_a_rank_without_room_for_the_pages_is_a_memory_error",
+        StopsToPrepare: "test_steps_go_on_while_parts_are_prepared",
+        InPlaceAtOnce: "test_prepared_parts_wait_until_an_exchange_puts_them_in_place",
+        OnlyTheFirst: "test_prepared_parts_wait_until_an_exchange_puts_them_in_place",
+        TakesTheFirst: "test_what_was_prepared_before_is_let_go",
+        TakesWhatThereIs: "test_an_exchange_for_which_nothing_was_prepared_fails_and_is_undone",
+        NoWayBack: "test_an_exchange_is_taken_back_and_again_until_it_is_settled",
+        KeepsTheOldForGood: "test_an_exchange_is_taken_back_and_again_until_it_is_settled",
+        OneKeepsThem: "test_parts_that_a_rank_refuses_or_cannot_load_are_prepared_on_none",
+        TakesOneBack: "test_an_exchange_that_fails_on_a_rank_fails_and_is_taken_back_on_all",
     },
     "launcher": {
         SecretInTheOpen: "test_a_secret_among_the_arguments_is_in_no_command_line_and_no_environment",
+        SecretInTheCommand: "test_a_secret_among_the_arguments_is_in_no_command_line_and_no_environment",
         SamePlace: "test_each_process_is_told_its_own_arguments_and_its_place",
         NothingEnds: "test_it_says_which_have_ended_and_why_without_waiting",
         KillsAtOnce: "test_stop_gives_them_their_time_and_then_ends_them_by_force",
+        TimeForEach: "test_stop_gives_them_their_time_and_then_ends_them_by_force",
     },
     "shard": {
         UnknownAxis: "test_it_shards_axes_that_the_model_has_and_each_once",
@@ -816,6 +1103,7 @@ FAULTS: dict[str, dict[type, str]] = {
     "router": {
         ChoosesTheAbsent: "test_it_chooses_one_of_the_candidates_whoever_is_missing",
         PreparesOtherwise: "test_a_request_that_was_prepared_is_placed_like_one_that_was_not",
+        DecidesOnce: "test_a_prepared_request_that_an_engine_refuses_goes_to_another",
         Favourite: "test_every_engine_gets_requests",
     },
     "observer": {
@@ -826,6 +1114,8 @@ FAULTS: dict[str, dict[type, str]] = {
     },
     "workload": {
         Unseeded: "test_the_same_seed_gives_the_same_requests",
+        AnyToken: "test_every_request_fits_a_smaller_model_or_it_is_refused",
+        AnyLength: "test_every_request_fits_a_smaller_model_or_it_is_refused",
         OneStream: "test_two_streams_of_one_workload_do_not_disturb_each_other",
     },
 }

@@ -1,19 +1,22 @@
 """``hotswap plugins doctor``: what it says of a part that is well, and of each way in which one can be ill."""
 
 import json
-import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from hotswap.core.testing.suites import SUITES
 from hotswap.server.cli import main
+from hotswap.server.commands import doctor as doctor_module
+from hotswap.server.commands import doctor_kit, plugins
+from hotswap.server.commands.doctor import Finding, Health
+from hotswap.server.commands.doctor_kit import KitReport
 
-ROOT = Path(__file__).parents[2]
 HEAD = """
-import time
+import os, time
+from datetime import date
 from typing import Annotated
 from hotswap.core.interfaces.component import ComponentOptions, Description, Requirement
 from hotswap.core.interfaces.parallel import Router
@@ -66,6 +69,30 @@ class Unbuildable(Well):
     def __init__(self, options=None, parts=None):
         raise ValueError("no")
 ''',
+    "leaving": '''
+class Leaving(Well):
+    """Choose it never."""
+    def describe(self):
+        raise SystemExit("it has gone")
+''',
+    "optionless": '''
+class Optionless(Well):
+    """Choose it never."""
+    Options = dict
+''',
+    "dated": '''
+class Dated(Well):
+    """Choose it on its day."""
+    class Options(ComponentOptions):
+        day: date
+        """Which."""
+''',
+    "abrupt": '''
+class Abrupt(Well):
+    """Choose it never."""
+    def pick(self, request, candidates):
+        os._exit(3)
+''',
     "favourite": '''
 class Favourite(Well):
     """Choose it never."""
@@ -94,16 +121,18 @@ def site(tmp_path_factory):
     install(site, "future", "raise SystemExit('must not be imported')", {"future": "future:X"}, contract="v9")
     install(site, "broken", "import no_such_module", {"broken": "broken:X"})
     install(site, "slow", "import time, routers; time.sleep(1.1); X = routers.Well", {"slow": "slow:X"})
+    install(site, "chatty", "import routers; print('hello', end=''); X = routers.Well", {"chatty": "chatty:X"})
+    install(site, "leaver", "import sys; sys.exit(0)", {"leaver": "leaver:X"})
     return site
 
 
 @pytest.fixture
 def command(site, monkeypatch):
-    """``command("router:well")``: in this process; what looks at imports and runs the kit starts others."""
+    """``command("router:well")``: in this process; what looks at imports and runs the kit starts others, which find
+    what this one does."""
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(site)]))
     yield lambda *arguments: CliRunner().invoke(main, ["plugins", "doctor", *arguments])
-    for name in ("routers", "undeclared", "future", "broken", "slow"):
+    for name in ("routers", "undeclared", "future", "broken", "slow", "chatty", "leaver"):
         sys.modules.pop(name, None)
 
 
@@ -125,22 +154,18 @@ def test_one_that_is_well_passes_every_check_and_the_kit(doctor):
     assert code == 0
     assert {check: health for check, (health, _) in found.items()} == dict.fromkeys(
         ("import", "contract", "documentation", "options", "description", "kit"), "ok")
-    assert re.fullmatch(r"7 checks in \d+\.\d s", found["kit"][1])
+    assert re.fullmatch(r"8 checks in \d+\.\d s", found["kit"][1])
 
 
 def test_a_transfer_between_engines_is_held_against_the_suite_of_such(doctor, monkeypatch):
     """Checks of reuse by tokens do not concern it; its own are run in tests/transfers."""
-    from hotswap.core.testing.suites import SUITES
-    from hotswap.server.commands import doctor as module
-    from hotswap.server.commands.doctor_kit import KitReport
-
     suites = []
 
     def note(kind, use, options, offers):
         suites.append(SUITES[kind].suite_for(offers))
         return KitReport(checks=1)
 
-    monkeypatch.setattr(module, "run_kit", note)
+    monkeypatch.setattr(doctor_module, "run_kit", note)
     for use in ("tcp", "host"):
         assert doctor(f"kv_transfer:{use}", kit=True)[1]["kit"][0] == "ok"
     assert [suite.partition(":")[2] for suite in suites] == ["KVHandoffSuite", "KVTransferSuite"]
@@ -154,6 +179,25 @@ def test_a_fault_is_told_by_the_name_of_the_check_that_found_it(doctor):
     assert "test_every_engine_gets_requests: AssertionError: 60 different requests went" in detail
 
 
+@pytest.mark.usefixtures("command")
+def test_what_a_module_prints_while_it_is_imported_spoils_no_answer():
+    shown = CliRunner().invoke(main, ["plugins", "show", "router:chatty", "--json"])
+    assert json.loads(shown.stdout)["name"] == "chatty"
+
+
+def test_a_component_that_ends_the_kit_is_told_so(doctor):
+    code, found = doctor("router:abrupt", kit=True)
+    assert code == 1
+    assert found["kit"][0] == "problem"
+    assert found["kit"][1].startswith("the kit ended with exit code 3 and no report:")
+
+
+def test_the_kit_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(doctor_kit, "KIT_TIMEOUT_S", 0.01)
+    report = doctor_kit.run_kit("router", "hotswap:round_robin", {})
+    assert report.broken.startswith("the kit has not ended within 0.01 s")
+
+
 @pytest.mark.parametrize(("name", "check", "health", "detail"), [
     ("bare", "documentation", "warning", "no docstring"),
     ("bare", "options", "warning", "no docstring behind seed"),
@@ -162,9 +206,13 @@ def test_a_fault_is_told_by_the_name_of_the_check_that_found_it(doctor):
     ("silent", "description", "problem", "does not say why it requires 'fork'"),
     ("stranger", "description", "problem", "requires 'fork' of 'cache', which is no kind"),
     ("unbuildable", "options", "problem", "cannot be built: ValueError: no"),
+    ("leaving", "description", "problem", "SystemExit: it has gone"),
+    ("optionless", "contract", "problem", "no subclass of hotswap.core.interfaces.component.ComponentOptions"),
     ("undeclared", "contract", "warning", "router = \"v1\" under [project.entry-points.\"hotswap.contract\"]"),
     ("future", "contract", "problem", "was written for contract router/9"),
     ("broken", "import", "problem", "No module named 'no_such_module'"),
+    ("chatty", "import", "warning", "it prints while it is imported"),
+    ("leaver", "import", "problem", "importing leaver ends the interpreter, with exit code 0"),
     ("slow", "import", "warning", "import what takes long inside the methods that need it"),
 ])
 def test_each_illness_is_named(doctor, name, check, health, detail):
@@ -174,9 +222,22 @@ def test_each_illness_is_named(doctor, name, check, health, detail):
     assert code == (1 if health == "problem" else 0)
 
 
+def test_a_module_whose_import_does_not_end_is_not_waited_for_for_ever(doctor, tmp_path, monkeypatch):
+    install(tmp_path, "endless", "import time; time.sleep(60)", {"endless": "endless:X"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(doctor_module, "IMPORT_TIMEOUT_S", 0.5)
+    code, found = doctor("router:endless")
+    assert (code, found) == (1, {"import": ("problem", "importing endless has not ended within 0.5 s")})
+
+
 def test_code_of_another_contract_is_not_run(doctor):
     _, found = doctor("router:future")
     assert found["import"][0] == "skipped"
+
+
+def test_options_that_json_does_not_know_reach_the_kit(doctor):
+    code, found = doctor("router:dated", "--set", "day=2026-11-30", kit=True)
+    assert (code, found["kit"][0]) == (0, "ok"), found
 
 
 def test_options_are_given_with_set(doctor):
@@ -188,13 +249,21 @@ def test_options_are_given_with_set(doctor):
     assert "size" in found["options"][1]
 
 
-def test_a_distribution_is_examined_whole_and_hotswap_s_own_only_where_it_is_named(command):
+def test_a_distribution_is_examined_whole(command):
     told = command("routers", "--no-kit").stdout
     assert all(f"router:{name}\n" in told for name in ROUTERS)
-    assert told.splitlines()[-1] == "problem 3, warning 3, skipped 1"
-    every = command("--no-kit").stdout
+    assert told.splitlines()[-1] == "problem 5, warning 3, skipped 2"
+
+
+def test_hotswap_s_own_parts_are_examined_only_where_they_are_named(command, monkeypatch):
+    def examine(patient, kit):
+        yield Finding(f"{patient.entry.kind}:{patient.entry.name}", "import", Health.OK, "")
+
+    monkeypatch.setattr(plugins, "examine", examine)
+    every = command().stdout
     assert "router:undeclared" in every
     assert "router:round_robin" not in every
+    assert "router:round_robin" in command("hotswap").stdout
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -210,8 +279,6 @@ def test_what_cannot_be_examined_is_refused(command, arguments, message):
 
 
 def test_without_pytest_it_says_what_to_install(monkeypatch):
-    from hotswap.server.commands import doctor_kit
-
     monkeypatch.setattr(doctor_kit, "find_spec", lambda name: None)
     report = doctor_kit.run_kit("router", "hotswap:round_robin", {})
     assert report.skipped == "pytest and hypothesis not installed: pip install 'hotswap[kit]'"

@@ -110,11 +110,22 @@ def labels(components):
             yield from labels(component.parts.values())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "workload"])
-def test_each_config_passes_the_check_and_names_the_part(projects, site, kind, monkeypatch):
+@pytest.fixture
+def found(site, monkeypatch):
+    """The projects can be imported here."""
     for path in site:
         monkeypatch.syspath_prepend(path)
-    config = load_config(yaml.safe_load((projects[kind] / "config.yaml").read_text()), environ={}).config
+
+
+@pytest.mark.usefixtures("found")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "workload"])
+@pytest.mark.parametrize("source", ["config.yaml", "README.md"])
+def test_each_config_passes_the_check_and_names_the_part(projects, kind, source):
+    given = (projects[kind] / source).read_text()
+    if source == "README.md":
+        given = "model: smollm2-135m-instruct\ndevice: cpu\n" + re.search(r"```yaml\n(.*?)```", given, re.DOTALL)[1]
+        given = given if kind != "model" else given.partition("\n")[2]
+    config = load_config(yaml.safe_load(given), environ={}).config
     registry = Registry()
     checked = check_config(config, registry)
     if kind == "model":  # is built with its checkpoint
@@ -131,6 +142,12 @@ def test_each_config_passes_the_check_and_names_the_part(projects, site, kind, m
     (("scheduler", "../evil"), "is no name for a scheduler"),
     (("scheduler", ""), "is no name for a scheduler"),
     (("model", "Some-Thing"), "as in MyForCausalLM"),
+    (("model", "Ending_"), "as in MyForCausalLM"),
+    (("scheduler", "null"), "'null' means something else in a config"),
+    (("speculator", "off"), "'off' means something else in a config"),
+    (("attention", "auto"), "'auto' means something else in a config"),
+    (("scheduler", "row"), "the class would be called Row, as something that it needs"),
+    (("queue_policy", "view"), "give the queue_policy another name, as view_queue_policy"),
     (("scheduler", "chunked"), "there is a scheduler 'chunked' of package hotswap"),
 ])
 def test_what_cannot_be_made_is_refused_with_what_would_be_right(arguments, message, tmp_path, monkeypatch):
@@ -141,6 +158,14 @@ def test_what_cannot_be_made_is_refused_with_what_would_be_right(arguments, mess
     assert not list(tmp_path.iterdir()), "something was written"
 
 
+@pytest.mark.usefixtures("found")
+def test_a_project_that_pip_would_put_in_the_place_of_another_is_refused(tmp_path):
+    refused = new("scheduler", "my_router", "--dir", tmp_path / "mine")
+    assert refused.exit_code == 2
+    assert "in the place of another of that name, with the router 'my_router' of package hotswap-my-router" in (
+        " ".join(refused.output.split()))
+
+
 def test_nothing_is_written_over(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("kept")
@@ -148,7 +173,7 @@ def test_nothing_is_written_over(tmp_path):
     for folder in ("mine", "file"):
         refused = new("scheduler", "mine", "--dir", tmp_path / folder)
         assert refused.exit_code == 2
-        assert "is there and not empty: give another folder with --dir" in refused.output
+        assert "is there and is no empty folder: give another one with --dir" in refused.output
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     assert new("scheduler", "mine", "--dir", tmp_path / "file" / "under").exit_code == 2, "a path through a file"
 
@@ -161,11 +186,10 @@ def test_without_dir_the_folder_is_named_after_the_part(tmp_path, monkeypatch):
     assert "cd hotswap-longest-first && pip install -e . && pytest" in written.output
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "workload"])
-def test_each_config_serves_the_quickstart_model(projects, site, kind, request):
-    """Only with ``--whole``; the tutorial's test serves the scheduler in every run."""
-    if not request.config.getoption("--whole"):
-        pytest.skip("only with --whole")
+def test_each_config_serves_the_quickstart_model(projects, site, kind):
+    """The tutorial's test serves the scheduler in every run."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *site])}
     process = subprocess.Popen(
         [sys.executable, "-m", "hotswap", "serve", str(projects[kind] / "config.yaml"), "--port", "0"],

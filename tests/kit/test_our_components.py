@@ -98,13 +98,9 @@ class TestInline(ExecutorSuite):
         return build("executor", "inline")
 
 
+@pytest.mark.whole
 class TestProcesses(ExecutorSuite):
     """Only with ``--whole``: each test starts two interpreters with torch. ``tests/parallel`` has them in every run."""
-
-    @pytest.fixture(autouse=True)
-    def whole(self, request):
-        if not request.config.getoption("--whole"):
-            pytest.skip("only with --whole")
 
     def make_executor(self) -> Executor:
         return build("executor", "processes")

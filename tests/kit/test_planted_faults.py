@@ -8,16 +8,19 @@ import importlib.util
 import itertools
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from hotswap.core.hooks import Observer
 from hotswap.core.interfaces.messages import NewRequest
 from hotswap.core.modeling.checkpoint import open_checkpoint
 from hotswap.core.request import SamplingParams
 from hotswap.core.testing.checkpoints import LLAMA, tiny_checkpoint
 from hotswap.core.testing.dense import loaded, logits_of
 from hotswap.core.testing.model import IDS
+from hotswap.core.testing.observer import FOR_SERVERS, HOOKS, SELDOM, ObserverSuite
 from hotswap.core.testing.suites import SUITES
 
 _SPEC = importlib.util.spec_from_file_location("kit_faults", Path(__file__).with_name("faults.py"))
@@ -43,7 +46,7 @@ def suite_for(kind, cls):
         members["reference"] = lambda self, folder: logits_of(
             loaded(_FAULTS.T.model.MyPart(), open_checkpoint(str(folder), progress=False)), IDS)
     members |= {
-        "speculator": {"texts": 600}, "launcher": {"patience_s": 6.0}, "kv_transfer": {"trials": 20}}.get(kind, {})
+        "speculator": {"texts": 600}, "launcher": {"patience_s": 4.0}, "kv_transfer": {"trials": 20}}.get(kind, {})
     return type("Suite", (part.load(),), members)
 
 
@@ -92,7 +95,10 @@ def quiet():
 @pytest.mark.parametrize(
     ("kind", "fault", "check"), FAULTS, ids=[f"{kind}-{fault.__name__}" for kind, fault, _ in FAULTS])
 def test_a_fault_is_found_by_the_check_that_names_it(kind, fault, check, tmp_path):
-    assert outcome(kind, fault, check, tmp_path) is not None, f"nobody notices that {fault.__doc__}"
+    """And by an assertion that says so, not by the way."""
+    error = outcome(kind, fault, check, tmp_path)
+    assert error is not None, f"nobody notices that {fault.__doc__}"
+    assert isinstance(error, (AssertionError, pytest.fail.Exception, *_FAULTS.RAISE.get(fault, ()))), repr(error)
 
 
 def test_every_kind_has_at_least_two():
@@ -107,6 +113,26 @@ def test_a_right_component_has_none_of_these_outcomes(tmp_path):
                         ("logits_processor", "test_rows_do_not_touch_each_other"),
                         ("kv_transfer", "test_a_request_that_was_swapped_goes_on_where_it_was")):
         assert outcome(kind, getattr(_FAULTS.T, kind).MyPart, check, tmp_path / kind) is None
+
+
+@pytest.mark.parametrize("check", [
+    "test_prepared_parts_wait_until_an_exchange_puts_them_in_place",
+    "test_parts_that_a_rank_refuses_or_cannot_load_are_prepared_on_none",
+    "test_an_exchange_that_fails_on_a_rank_fails_and_is_taken_back_on_all",
+    "test_stop_closes_the_workers_within_its_bound_and_may_come_twice",
+])
+def test_two_ranks_without_a_fault_pass_what_finds_the_faults_of_two(check, tmp_path):
+    assert outcome("executor", _FAULTS.TwoRanks, check, tmp_path) is None
+
+
+def test_every_hook_is_called_by_the_traffic_of_the_observers_suite_or_known_not_to_be():
+    suite, seen = ObserverSuite(), set(SELDOM) | set(FOR_SERVERS)
+    suite.make_observer = Observer
+    with suite.watched() as hub:
+        for hook in HOOKS:
+            hub.listen("observer:all", hook, partial(seen.add, hook), ())
+        suite._traffic(hub)
+    assert seen == set(HOOKS)
 
 
 def test_the_documentation_lists_each_fault_with_the_check_that_finds_it():

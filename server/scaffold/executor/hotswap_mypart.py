@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hotswap.core.errors import ConfigError, EngineStoppedError
-from hotswap.core.interfaces.component import ComponentOptions
+from hotswap.core.interfaces.component import Component, ComponentOptions, Description
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.parallel import (
@@ -15,6 +15,7 @@ from hotswap.core.interfaces.parallel import (
     Meeting,
     RankPlan,
     RankReport,
+    Take,
     Ticket,
     Worker,
     WorkerFactory,
@@ -39,6 +40,10 @@ class MyPart(Executor):
         self.thread: ThreadPoolExecutor | None = None
         self.tickets: dict[Ticket, Future[Verdict]] = {}
 
+    def describe(self) -> Description:
+        """"exchange": parts of the worker can be exchanged while it serves. Without it, leave out three methods."""
+        return Description(offers=frozenset({"exchange"}))
+
     def launch(self, factory: WorkerFactory, plan: RankPlan, meeting: Meeting | None = None) -> WorkerInfo:
         """Build the worker where it will run. What it raises ends the start: a ConfigError with exit code 2."""
         if plan.world_size != 1:
@@ -50,6 +55,16 @@ class MyPart(Executor):
 
     def allocate(self, plan: CachePlan) -> None:
         self._call(self.worker.allocate, plan).result()
+
+    def prepare(self, parts: Mapping[str, Component]) -> WorkerInfo:
+        """On the caller's thread, which is not the steps': they go on meanwhile."""
+        return self.worker.prepare(parts)
+
+    def exchange(self, plan: CachePlan, keeps_pages: bool, take: Take) -> None:
+        self._call(self.worker.exchange, plan, keeps_pages, take).result()
+
+    def settle(self) -> None:
+        self._call(self.worker.settle).result()
 
     def submit(self, message: StepMessage) -> Ticket:
         """Must not wait: the loop plans the next step meanwhile."""

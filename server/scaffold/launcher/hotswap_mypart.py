@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
@@ -53,11 +54,11 @@ class MyPart(Launcher):
 
     def stop(self, timeout_s: float) -> None:
         """They have so long, together, to end by themselves."""
+        end = time.monotonic() + timeout_s
         for process in self.processes:
             try:
-                process.wait(timeout_s)
+                process.wait(max(0.0, end - time.monotonic()))
             except TimeoutExpired:
-                timeout_s = 0.0
                 process.kill()
                 process.wait()
         self.processes.clear()
