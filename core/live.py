@@ -1,6 +1,7 @@
 """The components of one running engine, held by pluggy, and the hub through which observers are told what happens."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -63,6 +64,8 @@ class LiveComponents:
         self.observers = ObserverHub()
         self._manager = _PluginManager("hotswap")
         self._manager.add_hookspecs(HookSpecs)
+        # A manager hangs in rings of its own: what it holds would live on until Python looks for those.
+        weakref.finalize(self, _let_go, self._manager).atexit = False
 
     def add(self, component: Component) -> str:
         """Register a component and its parts; returns its label. Of two alike the second is called ``kind:name#2``;
@@ -140,6 +143,11 @@ class _PluginManager(pluggy.PluginManager):
         if not callable(getattr(type(plugin), name, None)):
             return None
         return super().parse_hookimpl_opts(plugin, name)
+
+
+def _let_go(manager: pluggy.PluginManager) -> None:
+    for plugin in manager.get_plugins():
+        manager.unregister(plugin)
 
 
 def _components(values: Any) -> list[Component]:

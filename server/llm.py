@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotswap.core.config import load_config
 from hotswap.core.engine.build import build_engine
-from hotswap.core.errors import HotswapError
+from hotswap.core.errors import EngineStoppedError, HotswapError
 from hotswap.core.request import FinishReason, RequestOutput, SamplingParams
 from hotswap.server.frontend import Frontend, Prompt
 from hotswap.server.offline import run_all
@@ -24,6 +24,7 @@ PromptLike = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
 _CONFIG_FILES = frozenset({".yaml", ".yml", ".toml", ".json"})
+_HELD = ("served", "_frontend", "_texts")
 
 
 class GenerationError(HotswapError):
@@ -101,8 +102,19 @@ class LLM:
         return self._follow(self._batch(prompts, sampling_params, sampling))
 
     def close(self) -> None:
-        """Stop the engine. Safe to call twice."""
+        """Stop the engine and let go of it, which frees its memory at once. Safe to call twice; nothing can be
+        generated afterwards."""
         self._finalizer()
+        for name in _HELD:
+            vars(self).pop(name, None)
+
+    if not TYPE_CHECKING:  # for whom every name would be there
+
+        def __getattr__(self, name: str) -> Any:
+            """Asked only for what is not there: what :meth:`close` has let go."""
+            if name in _HELD:
+                raise EngineStoppedError("this LLM is closed; make another one")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __enter__(self) -> "LLM":
         return self

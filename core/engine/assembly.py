@@ -98,12 +98,14 @@ class Assembly:
         self._plans: dict[str, _Plan] = {}
         self._built: dict[str, BuiltEngine] = {}
         self._meeting = Meeting()
-        self._start = self._prepare(resolved.config, "", parts)
+        self._start: Callable[[], EngineClient] | None = self._prepare(resolved.config, "", parts)
         check_span({name: plan.ranks for name, plan in self._plans.items()})
 
     def start(self) -> EngineClient:
-        """Load everything and start the loops. ConfigError; then nothing runs any more."""
-        return self._start()
+        """Load everything and start the loops, once. ConfigError; then nothing runs any more."""
+        start, self._start = self._start, None  # which knows the assembly: a ring would keep the weights
+        assert start is not None, "start was called twice"
+        return start()
 
     def in_order(self) -> list[BuiltEngine]:
         """Every engine that runs, in the order in which the deployments name them."""

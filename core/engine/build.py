@@ -5,6 +5,7 @@ read, then weights are loaded, then pages are divided. What one engine is made o
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -105,8 +106,14 @@ class Built:
 
     @cached_property
     def _exchanger(self) -> Exchanger:
+        known = weakref.ref(self)  # a ring would keep the weights
+
+        def refresh() -> None:
+            if (mine := known()) is not None:
+                mine._refresh_request_options()
+
         for built in self.engines:
-            built.on_exchange = self._refresh_request_options  # a trial may end long after the exchange was answered
+            built.on_exchange = refresh  # a trial may end long after the exchange was answered
         return Exchanger(self.engines, self.registry, self.max_model_len)
 
     def ranks(self) -> list[dict[str, Any]]:

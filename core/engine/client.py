@@ -188,6 +188,8 @@ class Engine:
             self._end(FinishReason.ERROR, self._failure)
         finally:
             self._idle.set()
+            if (trial := self.loop.lifecycle.trial) is not None:
+                trial.let_go()
             self.loop.parts.executor.stop()
             self.loop.transfers.close()
             if self._on_stop:

@@ -139,6 +139,7 @@ class Context:
         for state, row in zip(states, rows, strict=True):
             state.launch(row.n_tokens, row.draft_slots)
         self.message.rows = rows
+        self._journal.clear()  # it knows this plan: a ring would keep both
         return states
 
     def undo(self) -> list[RequestState]:

@@ -96,6 +96,7 @@ def carry_out(loop: EngineLoop, switch: Switch) -> Effect:
             observers.notify("hotswap_switch_undone", time=loop.clock.now())
         _undo(work, error)
         raise
+    work.undo.clear()  # it knows the work, which knows the loop: a ring
     if switch.kv is not None and not (work.adopted and _reuses(old) and _reuses(switch.kv)):
         _forget_pages(loop, old)
     work.effect.pause_s = loop.clock.now() - begun
@@ -105,8 +106,8 @@ def carry_out(loop: EngineLoop, switch: Switch) -> Effect:
 def _undo(work: _Work, cause: BaseException) -> None:
     loop = work.loop
     try:
-        for step in reversed(work.undo):
-            step()
+        while work.undo:
+            work.undo.pop()()
     except Exception as error:  # half old, half new: nothing could be computed with it
         loop.broken = f"an exchange failed ({blame(cause)}) and could not be undone: {blame(error)}"
         raise EngineStoppedError(loop.broken) from error

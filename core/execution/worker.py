@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
+from weakref import WeakMethod
 
 import torch
 
@@ -28,7 +29,7 @@ from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import StepMessage, Verdict
 from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.parallel import RankReport, Take, WorkerInfo
-from hotswap.core.interfaces.speculator import DraftRow, Drawn, Speculator, SpeculatorServices
+from hotswap.core.interfaces.speculator import DraftRow, Draw, Drawn, Speculator, SpeculatorServices
 from hotswap.core.modeling.mesh import LOCAL_MESH, Mesh
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class ModelWorker:
         if mesh.is_first:
             speculator.bind(SpeculatorServices(
                 self._facts.vocab_size, settings.device, settings.dtype, settings.max_model_len, self._model,
-                self._facts, self._checkpoint, partial(model_for, fallback=settings.fallback), own_cache, self._draw,
-                first_layer=self._facts.num_layers,
+                self._facts, self._checkpoint, partial(model_for, fallback=settings.fallback), own_cache,
+                _weakly(self._draw), first_layer=self._facts.num_layers,
                 capture=self._graph_device.capture if self._graph_device else None))
         needs = speculator.needs()
         check_needs(speculator, needs, self._model, mesh)
@@ -246,7 +247,11 @@ class ModelWorker:
             self._runner.graph_totals() if self._runner else {}, self._placed.speculator_bytes)
 
     def close(self) -> None:
-        self._runner = self._cache = None
+        """Nothing is called any more. What knows the runner is let go: a ring would keep the weights."""
+        self._placed.own_cache.detach()
+        if self._runner is not None:
+            self._runner.graphs = self._runner.draft_graphs = None
+        self._runner = self._cache = self._table = self._prepared = self._former = None
         if self._transfer is not None:
             self._transfer.close()
 
@@ -286,6 +291,18 @@ class ModelWorker:
             return 0
         layers = sum(len(spec.layers) for spec in placed.needs.cache_specs)
         return reserve_bytes([key for key in placed.keys if key.queries == 1], layers, self._bytes_per_token())
+
+
+def _weakly(draw: Draw) -> Draw:
+    """For a speculator, which lives no longer than its worker: a ring of the two would keep the weights."""
+    known = WeakMethod(draw)
+
+    def drawn(logits: torch.Tensor, rows: Sequence[DraftRow]) -> Drawn:
+        method = known()
+        assert method is not None, "drawn without a worker"
+        return method(logits, rows)
+
+    return drawn
 
 
 def model_for(checkpoint: "Checkpoint", fallback: str | None = None) -> Model:

@@ -136,8 +136,13 @@ class Metrics(Observer):
         self._exchanged_at: float | None = None
         self._model = self._replica = ""
         self._prefixes = ["hotswap:", "vllm:"] if self.options.vllm_alias else ["hotswap:"]
-        self.registry = CollectorRegistry()
-        self.registry.register(_Source(self.families))
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """A new one, of this engine's metrics alone."""
+        registry = CollectorRegistry()
+        registry.register(_Source(self.families))
+        return registry
 
     # What happens
 

@@ -47,7 +47,6 @@ class DraftModelSpeculator(Speculator):
         super().__init__(options, parts)
         self._model: Model | None = None
         self._filled: dict[str, int] = {}
-        self._step = DraftStep(self._run, (((), torch.int64),))
 
     def needs(self) -> SpeculatorNeeds:
         lookahead = self.options.max_draft
@@ -109,6 +108,10 @@ class DraftModelSpeculator(Speculator):
     def forget(self, request_ids: Sequence[str]) -> None:
         for request in request_ids:
             self._filled.pop(request, None)
+
+    @property
+    def _step(self) -> DraftStep:
+        return DraftStep(self._run, (((), torch.int64),))
 
     @property
     def _built(self) -> Model:

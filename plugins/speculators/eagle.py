@@ -81,7 +81,6 @@ class EagleSpeculator(Speculator):
         self._dtype: torch.dtype = getattr(torch, services.dtype)
         self._head = EagleHead(
             config, services.first_layer, checkpoint.weights(), self._dtype, services.device)
-        self._step = DraftStep(self._run, (((config.hidden_size,), self._dtype), ((), torch.int64)))
 
     def load(self) -> int:
         with self._checkpoint.weights() as weights:
@@ -117,6 +116,10 @@ class EagleSpeculator(Speculator):
     def forget(self, request_ids: Sequence[str]) -> None:
         for request in request_ids:
             self._states.pop(request, None)
+
+    @property
+    def _step(self) -> DraftStep:
+        return DraftStep(self._run, (((self._built.config.hidden_size,), self._dtype), ((), torch.int64)))
 
     @property
     def _built(self) -> EagleHead:

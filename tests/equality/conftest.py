@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import importlib.util
 import random
 import threading
@@ -248,13 +247,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Any]:
         return started[-1]
 
     yield start
-    for running in started:
-        running.built.engine.stop()
-    real = any(running.built.resolved.config.model.name for running in started)
-    started.clear()
-    if real:  # half a gigabyte of weights hangs in a ring of references, and Python counts objects, not bytes
-        del running
-        gc.collect()
+    while started:
+        started.pop().built.engine.stop()
     assert_same_again(logs)
 
 

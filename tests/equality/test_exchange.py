@@ -513,7 +513,7 @@ def test_stages_exchange_and_hear_no_token_twice(run, tiny):
     engine.assert_clean()
 
 
-def test_two_hundred_exchanges_leave_nothing_behind(run, tiny, planted, monkeypatch):
+def test_two_hundred_exchanges_leave_nothing_behind(run, tiny, planted, monkeypatch, request):
     """As many caches, tables and components live afterwards as before, those of parts that were taken back included."""
     monkeypatch.setattr(exchange_module, "IDLE_S", 0.0)
     engine = run(tiny.config("chunked", "prefix", "none", 2))
@@ -521,10 +521,12 @@ def test_two_hundred_exchanges_leave_nothing_behind(run, tiny, planted, monkeypa
     expected = engine.generate(prompts, 8)
 
     def alive() -> Counter[str]:
-        gc.collect()
         kinds = (PagedCache, RequestTable, ModelRunner, Component, Trial, EngineExchange, threading.Thread)
         return Counter(type(thing).__name__ for thing in gc.get_objects() if issubclass(type(thing), kinds))
 
+    gc.collect()
+    gc.disable()  # nothing of it hangs in a ring
+    request.addfinalizer(gc.enable)
     before = alive()
     for number in range(40):
         for sets in (["scheduler=continuous", "kvcache=radix"], ["speculator=ngram"], [
