@@ -39,7 +39,8 @@ def conduct(plan: Plan, say: Callable[[str], None], *, progress: bool = True) ->
     configs = {arm.name: arm.told() for arm in plan.arms}
     result = Result(
         told, machine, specs, measured.blocks, monitor.finish(share), measured.stopped, measured.partial,
-        measured.divergences, configs, measured.pairs, monitor.looks)
+        measured.divergences, configs, measured.pairs, monitor.looks,
+        dict(measured.outputs_compared))
     say(render_table(result))
     if folder is not None:
         report = write_report(result, folder)

@@ -1,5 +1,6 @@
 """The raw records on disk, a JSON line each, written as blocks end: what was measured outlives whatever comes after."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
@@ -7,14 +8,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from hotswap.core.errors import ConfigError
+from hotswap.core.errors import ConfigError, HotswapError
 from hotswap.lab.records import BlockRecord, RequestRecord
 
 FILE = "records.jsonl"
 
 
+class JournalError(HotswapError):
+    """No more can be written down: the disk is full, or gone."""
+
+
 class Journal:
-    """Lines are a header, one a block, and an end that says why the run ended. ``path`` None: nothing is kept."""
+    """Lines are a header, one a block, and an end that says why the run ended. ``path`` None: nothing is kept. After a
+    JournalError nothing more is."""
 
     def __init__(self, path: Path | None) -> None:
         self._file: TextIO | None = None
@@ -34,9 +40,21 @@ class Journal:
         self._write("end", stopped=stopped, partial=partial)
 
     def _write(self, event: str, **values: Any) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps({"event": event, **values}, default=str) + "\n")
             self._file.flush()
+        except OSError as error:
+            name = self._file.name
+            self._close()
+            raise JournalError(f"{name} cannot be written any more: {error.strerror or error}") from error
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what could not be written before cannot be now
+                file.close()
 
     def __enter__(self) -> "Journal":
         return self
@@ -44,18 +62,20 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._close()
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """Its lines; a block's record is under ``block``. A line that was cut off, by whatever ended the run, is the last.
-    """
-    for line in path.read_text("utf-8").splitlines():
+    """Its lines; a block's record is under ``block``. A last line that was cut off, by whatever ended the run, is left
+    out. ValueError for any other that is no JSON."""
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
-        except ValueError:
-            return
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                return
+            raise ValueError(f"{path}:{number} is no line of a journal: {error}") from error
         if values["event"] == "block":
             values = {"event": "block", "block": block_of(values)}
         yield values

@@ -5,6 +5,7 @@ for the wait of those that it kept from being sent ("coordinated omission", Gil 
 requests in flight. Both are one loop: requests become due, and at most so many of them are under way.
 """
 
+import contextlib
 import heapq
 import math
 import queue
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hotswap.core.errors import HotswapError
 from hotswap.core.interfaces.workload import WorkItem
 from hotswap.lab.flight import Flight, records_of
 from hotswap.lab.records import RequestRecord
@@ -23,6 +25,7 @@ LOOK_S = 1.0
 """How often the generator looks whether a silent target still lives."""
 ABORT_S = 30.0
 """How long requests that were aborted may take to end."""
+INTERRUPTED = "it was interrupted"
 
 Numbered = tuple[int, WorkItem]
 """A request and its place in the workload, which ``WorkItem.after`` refers to."""
@@ -60,12 +63,12 @@ Load = OpenLoop | ClosedLoop
 
 @dataclass(frozen=True)
 class Stretch:
-    """What came of one stretch of load: a record for each request, and how long it took, in seconds. ``interrupted``:
-    by the user; what was under way then is incomplete."""
+    """What came of one stretch of load: a record for each request, and how long it took, in seconds. ``broken``: why it
+    ended before its time, by the user or for want of requests; what was under way then is incomplete."""
 
     records: tuple[RequestRecord, ...]
     wall: float
-    interrupted: bool = False
+    broken: str | None = None
 
 
 def run_load(
@@ -77,7 +80,8 @@ def run_load(
     how many requests have ended.
 
     With a window, what has not ended when it closes is aborted and recorded as incomplete, with the tokens that came
-    inside it; what was due and could not be sent is recorded, too.
+    inside it; what was due and could not be sent is recorded, too. The same holds where the target dies, the user
+    interrupts, or a workload raises a HotswapError in the middle, as a trace does at a line that does not fit.
     """
     return _Run(target, iter(items), load, now, name, seed, window, on_ended).run()
 
@@ -111,17 +115,19 @@ class _Run:
 
     def run(self) -> Stretch:
         self._origin = self._now()
-        interrupted = False
+        broken = None
         try:
             self._pull()
             while (self._due or self._flying) and self._gone is None and (left := self._left()) > 0:
                 self._send_due()
                 self._wait(min(left, self._until_next(), LOOK_S))
         except KeyboardInterrupt:
-            interrupted = True
+            broken = INTERRUPTED
+        except HotswapError as error:
+            broken = f"the workload has ended: {error}"
         wall = self._elapsed() if self._window is None else min(self._window, self._elapsed())
-        cut = self._cut_off() if self._gone is None and (self._flying or self._due) else []
-        return Stretch(records_of([*self._done, *cut], wall), wall, interrupted)
+        cut = self._cut_off() if self._flying or self._due else []
+        return Stretch(records_of([*self._done, *cut], wall), wall, broken)
 
     def _elapsed(self) -> float:
         return self._now() - self._origin
@@ -196,15 +202,14 @@ class _Run:
                 self._land(flight)
 
     def _cut_off(self) -> list[Flight]:
-        """The window has closed: abort what is under way, so that the next stretch begins on an idle target."""
+        """No more is waited for: abort what is under way, so that the next stretch begins on an idle target."""
         for flight in list(self._flying.values()):  # those that have ended in time, and were not taken note of yet
             if flight.ending is not None and flight.ending.time - self._origin <= (self._window or math.inf):
                 self._done.append(self._flying.pop(flight.index))
         cut = [flight.frozen() for flight in self._flying.values()]
-        elapsed = self._elapsed()
-        cut += [
-            Flight(index, item, due, elapsed, self._origin, self._ended.put) for due, index, _, item in self._due
-            if isinstance(self._load, OpenLoop) and due < elapsed]
+        elapsed = min(self._elapsed(), self._window or math.inf)
+        cut += [Flight(due.number, due.item, due.time, elapsed, self._origin, self._ended.put)
+                for due in self._overdue(elapsed)]
         for index in self._flying:
             self._target.abort(f"{self._name}.{index}")
         deadline = self._now() + ABORT_S
@@ -214,3 +219,13 @@ class _Run:
             except queue.Empty:
                 break
         return cut
+
+    def _overdue(self, elapsed: float) -> list[_Due]:
+        """What should have left before ``elapsed`` and has not; in a closed loop that is nothing."""
+        found: list[_Due] = []
+        with contextlib.suppress(HotswapError):  # a trace that breaks off has no more that could be due
+            while isinstance(self._load, OpenLoop) and self._due and self._due[0].time < elapsed:
+                found.append(heapq.heappop(self._due))
+                if found[-1].pulled:
+                    self._pull()
+        return found

@@ -66,9 +66,14 @@ def inter_chunk(record: RequestRecord) -> Iterator[float]:
 
 
 def inter_token(record: RequestRecord) -> Iterator[float]:
-    """Tokens that came together share the time since the delivery before."""
+    """Tokens that came together share the time since the delivery before. A delivery without a token, such as text that
+    was held back, gives its time to the next one that has some."""
+    since = 0.0
     for gap, (_, tokens) in zip(inter_chunk(record), record.chunks[1:], strict=True):
-        yield from [gap / tokens] * tokens
+        since += gap
+        if tokens:
+            yield from [since / tokens] * tokens
+            since = 0.0
 
 
 Latency = Callable[[RequestRecord], float | None]
@@ -172,10 +177,11 @@ def error_counts(requests: Iterable[RequestRecord]) -> Counter[str]:
     return Counter((record.error or "").partition(":")[0] for record in failed(requests))
 
 
-def _hit_rate(block: BlockRecord, slo: Slo) -> float | None:
-    known = [r for r in succeeded(block.requests) if r.cached_tokens is not None]
-    prompt = sum(r.prompt_tokens for r in known)
-    return sum(r.cached_tokens or 0 for r in known) / prompt if prompt else None
+def hit_rate(requests: Iterable[RequestRecord]) -> float | None:
+    """None where the target does not tell."""
+    known = [record for record in succeeded(requests) if record.cached_tokens is not None]
+    prompt = sum(record.prompt_tokens for record in known)
+    return sum(record.cached_tokens or 0 for record in known) / prompt if prompt else None
 
 
 def _preemptions(block: BlockRecord, slo: Slo) -> float | None:
@@ -225,7 +231,7 @@ _OTHERS: Sequence[tuple[MetricSpec, Value]] = [
      _goodput),
     (MetricSpec("errors", "share", LOWER, "failed and cut requests / those that ended", additive=True), _errors),
     (MetricSpec("hit_rate", "share", HIGHER, "prompt tokens found in the cache / prompt tokens", additive=True),
-     _hit_rate),
+     lambda block, slo: hit_rate(block.requests)),
     (MetricSpec("preemptions", "a request", LOWER, "suspensions of running requests / requests that succeeded",
                 additive=True), _preemptions),
     (MetricSpec("acceptance_length", "tokens", HIGHER, "1 + accepted drafts / rows that had drafts"), _acceptance),

@@ -17,7 +17,7 @@ from hotswap.core.interfaces.workload import WorkItem, Workload, WorkloadContext
 from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.core.registry import Registry
 from hotswap.lab.experiment import Experiment
-from hotswap.lab.requests import check_sampling, check_workload, context_of, endless
+from hotswap.lab.requests import check_limits, check_sampling, check_workload, context_of, endless
 from hotswap.lab.targets.openai import Endpoint
 
 _URL_KEYS = ("url", "model", "api_key", "token_ids", "reset")
@@ -78,10 +78,11 @@ def make_plan(experiment: Experiment, *, progress: bool = True) -> Plan:
     notes: list[str] = []
     foreign = any(arm.endpoint is not None for arm in arms)
     separate = _separate(experiment, configs, foreign, notes)
+    check_limits(experiment.limits, foreign or separate)
     known = [*configs.values()] or ([] if base is None else [base])
     endpoints = [arm.endpoint for arm in arms if arm.endpoint is not None]
     context, tokenizer = context_of(experiment.seed, known, endpoints, progress)
-    check_workload(workload, context)
+    check_workload(workload, context, experiment.load.loop)
     plan = Plan(experiment, arms, workload, context, tokenizer, separate, notes)
     check_out(experiment.out)
     return plan

@@ -12,6 +12,8 @@ from hotswap.core.explain import join
 from hotswap.core.interfaces.workload import WorkItem, Workload, WorkloadContext
 from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.core.registry import Registry
+from hotswap.lab.load import Load, OpenLoop
+from hotswap.lab.metrics import Slo
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
 from hotswap.server.frontend import sampling_of
 from hotswap.server.templates.chat import ChatTemplate
@@ -63,25 +65,40 @@ def foreign_context(seed: int, max_model_len: int, vocab_size: int = FOREIGN_VOC
 
 
 def endless(workload: Workload, context: WorkloadContext) -> Iterator[WorkItem]:
-    """The workload's requests, for ever: one that ends begins again with the next seed."""
-    seed, count = context.seed, 0
+    """The workload's requests, for ever: one that ends begins again with the next seed, and where it has times of its
+    own, behind its last request by the mean distance of those before."""
+    seed, count, begin = context.seed, 0, 0.0
     while True:
-        first = count
+        first, last = count, 0.0
         for item in workload.items(replace(context, seed=seed)):
             count += 1
-            yield item if item.after is None else replace(item, after=item.after + first)
+            last = item.at or last
+            yield replace(
+                item, at=None if item.at is None else item.at + begin,
+                after=None if item.after is None else item.after + first)
         if count == first:
             raise ConfigError("it has no requests", "workload")
-        seed += 1
+        seed, begin = seed + 1, begin + last + last / max(1, count - first - 1)
 
 
-def check_workload(workload: Workload, context: WorkloadContext) -> None:
-    """The first requests fit into the shortest context."""
+def check_workload(workload: Workload, context: WorkloadContext, load: Load) -> None:
+    """The first requests fit into the shortest context, and say when they are due where the load asks for that."""
+    timed = isinstance(load, OpenLoop) and load.arrivals == "workload"
     for index, item in enumerate(islice(endless(workload, context), CHECKED_ITEMS)):
+        if timed and item.at is None and item.after is None:
+            raise ConfigError(
+                f"{workload.label} has no times of its own, as traces have; give a rate, or a concurrency",
+                "load.arrivals")
         if not item.prompt or len(item.prompt) + item.max_tokens > context.max_model_len:
             raise ConfigError(
                 f"request {index} has {len(item.prompt)} tokens and asks for {item.max_tokens}, but the context of the "
                 f"shortest arm holds {context.max_model_len}; make it shorter, or raise max_model_len", "workload")
+
+
+def check_limits(slo: Slo, servers: bool) -> None:
+    """ConfigError for a limit that would always be kept. ``servers``: somebody is spoken to over HTTP."""
+    if servers and "queue" in slo.limits:
+        raise ConfigError("a server does not tell how long each request has waited; limit ttft instead", "slo.queue")
 
 
 def check_sampling(fields: Mapping[str, Any], ours: bool) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,10 +13,10 @@ from hotswap.core.interfaces.workload import WorkItem
 from hotswap.core.request import GREEDY_EPSILON
 from hotswap.lab.experiment import Experiment
 from hotswap.lab.interleave import ROUNDS, orders
-from hotswap.lab.journal import Journal
-from hotswap.lab.load import Load, Numbered, OpenLoop, Stretch, run_load
+from hotswap.lab.journal import Journal, JournalError
+from hotswap.lab.load import INTERRUPTED, Load, Numbered, OpenLoop, Stretch, run_load
 from hotswap.lab.metrics import Slo, failed, values_of
-from hotswap.lab.outputs import divergences
+from hotswap.lab.outputs import divergences, told_by_both
 from hotswap.lab.processes import Neighbours
 from hotswap.lab.records import BlockRecord, Pair, RequestRecord
 from hotswap.lab.renewal import Renewal
@@ -62,11 +63,13 @@ class Progress(Protocol):
 
 @dataclass
 class Measured:
-    """All that was measured. ``pairs``: by arm, in order."""
+    """All that was measured. ``pairs``: by arm, in order. ``outputs_compared``: by arm, of how many requests the greedy
+    output was compared with the base's."""
 
     blocks: list[BlockRecord] = field(default_factory=list)
     pairs: dict[str, list[Pair]] = field(default_factory=dict)
     divergences: list[dict[str, Any]] = field(default_factory=list)
+    outputs_compared: Counter[str] = field(default_factory=Counter)
     stopped: str = ""
     partial: bool = False
 
@@ -80,7 +83,7 @@ class Served(NamedTuple):
 
 
 class Dead(Exception):
-    """An arm cannot go on."""
+    """The run cannot go on: an arm cannot, or the workload."""
 
 
 class Run:
@@ -110,10 +113,10 @@ class Run:
         try:
             size = self._warm_up()
             measured.stopped = self._rounds(size)
-        except Dead as death:
+        except (Dead, JournalError) as death:
             measured.stopped, measured.partial = str(death), True
         except KeyboardInterrupt:
-            measured.stopped, measured.partial = "it was interrupted", True
+            measured.stopped, measured.partial = INTERRUPTED, True
         self._journal.end(measured.stopped, measured.partial)
         return measured
 
@@ -142,12 +145,19 @@ class Run:
         begin, seconds = self._now(), self._experiment.minutes * 60
         for number, order in enumerate(orders([arm.name for arm in self._arms], self._experiment.seed)):
             self._progress(min(1.0, max(self.share, (self._now() - begin) / seconds)), f"pair {number + 1}")
-            self._round(number, order, list(islice(self._items, size)))
+            self._round(number, order, self._take(size))
             if (number + 1) % ROUNDS == 0:
                 end = self._look_ahead(number + 1, self._now() - begin)
                 if (why := self._monitor.enough(self.share)) is not None or end is not None:
                     return end or why or ""
         raise AssertionError("rounds have no end")
+
+    def _take(self, size: int) -> list[Numbered]:
+        """The next requests. A trace may end at a line that nobody has looked at before."""
+        try:
+            return list(islice(self._items, size))
+        except HotswapError as error:
+            raise Dead(f"the workload has ended: {error}") from error
 
     def _look_ahead(self, pairs: int, elapsed: float) -> str | None:
         """Bring ``share`` up to date. Why no other quad follows, if none does."""
@@ -177,7 +187,12 @@ class Run:
             pairs.append(Pair(values[self._base], values[name], order.index(self._base) < order.index(name)))
             self._monitor.add(name, pairs[-1])
             if self._greedy:
-                self.measured.divergences += divergences(blocks[self._base], blocks[name], self._text)
+                self._compare_outputs(blocks[self._base], blocks[name])
+
+    def _compare_outputs(self, base: BlockRecord, arm: BlockRecord) -> None:
+        both = list(told_by_both(base, arm))
+        self.measured.outputs_compared[arm.arm] += len(both)
+        self.measured.divergences += divergences(both, arm, self._text)
 
     def _block(self, arm: Arm, items: list[Numbered], number: int) -> BlockRecord:
         stretch, activity, foreign = self._serve(arm, items, f"pair {number}")
@@ -200,7 +215,7 @@ class Run:
         target.begin()
         stretch = run_load(target, items, self._load, self._now, name=name, seed=self._seed(name))
         activity = target.finish()
-        self._interrupted = stretch.interrupted
+        self._interrupted = stretch.broken is not None  # the requests are all there
         return Served(stretch, activity, neighbours.cores())
 
     def _reset(self, arm: Arm, name: str) -> None:

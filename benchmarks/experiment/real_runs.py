@@ -24,6 +24,7 @@ from pathlib import Path
 
 import yaml
 
+from hotswap.lab.processes import BUSY_CORES
 from hotswap.lab.records import Outcome, Result
 from hotswap.lab.report import read_result
 
@@ -119,9 +120,10 @@ def main() -> None:
     print("|---|---:|---:|---|---|---|---:|")
     for one in runs:
         steps = next(found for found in one.result.comparisons if found.metric == "step_time")
-        busy = sum((block.disturbed or 0) > 0.25 for block in one.result.blocks)
+        busy = sum((block.disturbed or 0) > BUSY_CORES for block in one.result.blocks)
+        ended = f"partial: {one.result.stopped}" if one.result.partial else one.result.stopped
         named = ", ".join(f"{metric} {word}" for metric, word in one.verdicts.items()) or "–"
-        print(f"| {one.folder.name} | {one.minutes:.1f} | {steps.n_pairs} | {one.result.stopped} | {named} | "
+        print(f"| {one.folder.name} | {one.minutes:.1f} | {steps.n_pairs} | {ended} | {named} | "
               f"{steps.effect:+.2%} [{steps.low:+.2%}, {steps.high:+.2%}] | {busy} of {len(one.result.blocks)} |")
     print(f"\n{sum(bool(one.verdicts) for one in runs)} of {len(runs)} runs with any better or worse, "
           f"{sum('worse' in one.verdicts.values() for one in runs)} with any worse.")

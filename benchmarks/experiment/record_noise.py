@@ -8,8 +8,10 @@ fake engine with. The load is that of ``hotswap ab BASE --arm …``: four reques
 """
 
 import argparse
+import contextlib
 import gzip
 import json
+import statistics
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -96,14 +98,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--out", type=Path, default=HERE / "data" / "noise.json.gz")
     arguments = parser.parse_args()
+    measured: list[dict[str, Any]] = []
+    with contextlib.suppress(KeyboardInterrupt):  # what there is until then is kept
+        for block in blocks(arguments.minutes):
+            measured.append(block)
     recorded = {
         "environment": environment(), "config": str(CONFIG.name), "workload": WORKLOAD, "concurrency": CONCURRENCY,
-        "blocks": list(blocks(arguments.minutes))}
+        "blocks": measured}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(arguments.out, "wt", encoding="utf-8") as file:
         json.dump(recorded, file, separators=(",", ":"))
-    shares = sorted(block["disturbed"] or 0.0 for block in recorded["blocks"])
-    print(f"{arguments.out}: {len(shares)} blocks, median of cores used by others {shares[len(shares) // 2]:.2f}")
+    share = statistics.median([block["disturbed"] or 0.0 for block in measured] or [0.0])
+    print(f"{arguments.out}: {len(measured)} blocks, median of cores used by others {share:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """``hotswap ab``: arms of one base against each other."""
 
 import shlex
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,11 +62,9 @@ def command(
         name = str(given.get("name") or file.stem)
         if name in plans:
             raise ConfigError(f"{file}: another experiment of the folder is called {name!r}, too", "name")
-        plans[name] = _plan(given, file, len(files) > 1)
-    results = {name: _run(plan) for name, plan in plans.items()}
-    if source.is_dir():
-        _tell_all(results, out)
-    if any(result.partial for result in results.values()):
+        plans[name] = _plan(given, file)
+    results = _run_all(plans, out) if source.is_dir() else [_run(plan) for plan in plans.values()]
+    if any(result.partial for result in results):
         ctx.exit(1)
 
 
@@ -78,7 +77,7 @@ def needs_extra() -> None:
 def short(base: Path, arms: tuple[str, ...], urls: tuple[str, ...] = ()) -> dict[str, Any]:
     """An experiment that needs no file."""
     named: dict[str, dict[str, Any]] = {
-        "+".join(shlex.split(text)).replace("/", ":"): assignments("--arm", shlex.split(text)) for text in arms}
+        "+".join(words).replace("/", ":"): assignments("--arm", words) for words in map(_words, arms)}
     named |= {_host(url): {"url": url} for url in urls}
     if len(named) < len(arms) + len(urls):
         raise ConfigError("an arm is given twice", "--arm")
@@ -86,21 +85,51 @@ def short(base: Path, arms: tuple[str, ...], urls: tuple[str, ...] = ()) -> dict
     return {"base": base.name, "arms": named, **against, **SHORT}
 
 
+def _words(arm: str) -> list[str]:
+    """Its changes, as a shell would divide them."""
+    try:
+        return shlex.split(arm)
+    except ValueError as error:
+        raise ConfigError(f"{arm!r} cannot be divided into changes: {error}", "--arm") from error
+
+
 def _host(url: str) -> str:
-    return urlsplit(url).netloc or url
+    try:
+        return urlsplit(url).netloc or url
+    except ValueError:  # it is refused later, with its reason
+        return url
 
 
-def _plan(given: dict[str, Any], file: Path, one_of_many: bool) -> "Plan":
-    """Of several experiments each is refused before the first is run."""
+def _plan(given: dict[str, Any], file: Path) -> "Plan":
+    """Of several experiments each is refused before the first is run, with its file."""
     from hotswap.lab.experiment import load_experiment
     from hotswap.lab.plan import make_plan
 
     try:
         plan = make_plan(load_experiment(given, file.parent))
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error if one_of_many else error
+        raise ConfigError(f"{file}: {error}") from error
     click.echo(yaml.safe_dump(redact(given), sort_keys=False), err=True)
     return plan
+
+
+def _run_all(plans: Mapping[str, "Plan"], out: Path | None) -> list["Result"]:
+    """One after the other. What ends one of them, and the user's interruption, ends them all: what was measured until
+    then is told in the table of them."""
+    from hotswap.lab.load import INTERRUPTED
+
+    results: dict[str, Result] = {}
+    try:
+        for name, plan in plans.items():
+            results[name] = _run(plan)
+            if results[name].stopped == INTERRUPTED:
+                break
+    finally:
+        if results:
+            _tell_all(results, out)
+        if left := [name for name in plans if name not in results]:
+            click.echo(f"hotswap: not run: {', '.join(left)}", err=True)
+    return list(results.values())
 
 
 def _run(plan: "Plan") -> "Result":
@@ -114,12 +143,16 @@ def _run(plan: "Plan") -> "Result":
         raise click.ClickException(str(error)) from error
 
 
-def _tell_all(results: dict[str, "Result"], out: Path | None) -> None:
+def _tell_all(results: Mapping[str, "Result"], out: Path | None) -> None:
     """The table of all experiments; with a folder for the results, as a file there, too."""
     from hotswap.lab.report.overview import render_overview
 
     text = render_overview(results)
     click.echo(text)
-    if out is not None:
+    if out is None:
+        return
+    try:
         (out / OVERVIEW).write_text(text, "utf-8")
-        click.echo(f"written: {out / OVERVIEW}")
+    except OSError as error:
+        raise ConfigError(f"{out / OVERVIEW} cannot be written: {error.strerror or error}", "--out") from error
+    click.echo(f"written: {out / OVERVIEW}")

@@ -1,6 +1,7 @@
 """``hotswap bench``: one engine or server under load."""
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.lab.commands.assignments import ASSIGNMENT, assignments, read_key
 from hotswap.server.commands.options import log_to_stderr
+
+REQUESTS = 64
 
 
 @click.command("bench")
@@ -23,7 +26,7 @@ from hotswap.server.commands.options import log_to_stderr
 @click.option("--chat", is_flag=True, help="Send the prompts as text to /v1/chat/completions; needs CONFIG.")
 @click.option("--workload", default="synthetic", show_default=True, metavar="NAME", help="The workload component.")
 @click.option("--option", "options", multiple=True, metavar=ASSIGNMENT, help="One of the workload's options.")
-@click.option("--requests", type=click.IntRange(min=1), default=64, show_default=True, help="How many.")
+@click.option("--requests", type=click.IntRange(min=1), help="How many. By default 64.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="A window of time instead of a number.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests in flight: a closed loop. By default 8.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests a second: an open loop.")
@@ -50,16 +53,15 @@ def command(ctx: click.Context, /, output: Path | None, **given: Any) -> None:
     from hotswap.lab.summary import describe
 
     try:
-        block = bench.run(SystemClock().now, lambda words: click.echo(words, err=True))
+        measured = bench.run(SystemClock().now, lambda words: click.echo(words, err=True))
     except BenchError as error:
         raise click.ClickException(str(error)) from error
-    click.echo(describe([block], bench.slo))
+    click.echo(describe([measured.block], bench.slo))
     if output is not None:
-        told = {"settings": {**given, "output": str(output)}, "environment": environment(), **as_json(block, bench.slo)}
-        output.write_text(json.dumps(told, default=str), "utf-8")
-    if (missing := bench.shortfall(block)) is not None:
-        click.echo(f"hotswap: {missing}", err=True)
-    if missing is not None or failed(block.requests):
+        _write(output, {"settings": bench.told(), "environment": environment(), **as_json(measured, bench.slo)})
+    if measured.shortfall is not None:
+        click.echo(f"hotswap: {measured.shortfall}", err=True)
+    if measured.shortfall is not None or failed(measured.block.requests):
         ctx.exit(1)
 
 
@@ -68,6 +70,10 @@ def _bench(given: dict[str, Any]) -> Any:
     from hotswap.lab.settings import load_part
     from hotswap.lab.targets.openai import Endpoint
 
+    if given["requests"] is not None and given["seconds"] is not None:
+        raise click.UsageError("--requests and --seconds say both how long it lasts; keep one of them.")
+    if given["seconds"] is not None and not isfinite(given["seconds"]):
+        raise click.UsageError(f"--seconds should be a length of time, not {given['seconds']}.")
     load, slo = load_part({
         "load": {key: given[key] for key in ("concurrency", "rate", "arrivals") if given[key] is not None},
         "slo": assignments("--slo", given["slos"], as_text=True)})
@@ -84,10 +90,18 @@ def _bench(given: dict[str, Any]) -> Any:
         raise click.UsageError("--model, --chat, --key-file and --reset are for servers, which --url names.")
     if given["chat"] and config is None:
         raise click.UsageError("--chat needs CONFIG, whose tokenizer makes text of tokens.")
-    workload = ComponentRef(use=given["workload"], **assignments("--option", given["options"]))
+    if given["sets"] and config is None:
+        raise click.UsageError("--set changes CONFIG, and there is none.")
     return Bench(
-        config, endpoint, workload, load, given["requests"], given["seconds"], sampling, slo, given["seed"],
-        given["warm_up"])
+        config, endpoint, _workload(given), load, given["requests"] or REQUESTS, given["seconds"], sampling, slo,
+        given["seed"], given["warm_up"])
+
+
+def _workload(given: dict[str, Any]) -> ComponentRef:
+    options = assignments("--option", given["options"])
+    if "use" in options:
+        raise click.UsageError("which workload it is says --workload; --option gives its options.")
+    return ComponentRef(use=given["workload"], **options)
 
 
 def _writable(output: Path) -> None:
@@ -96,3 +110,10 @@ def _writable(output: Path) -> None:
             """It can be written."""
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}", "--output") from error
+
+
+def _write(output: Path, values: dict[str, Any]) -> None:
+    try:
+        output.write_text(json.dumps(values, default=str), "utf-8")
+    except OSError as error:  # the table has been printed
+        raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from error

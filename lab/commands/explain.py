@@ -27,13 +27,16 @@ COMPARED = 20_000
 @click.option("--perfetto", "timeline", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write a timeline for ui.perfetto.dev or chrome://tracing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.pass_context
 def command(
-    paths: tuple[Path, ...], request_id: str | None, slowest: int, timeline: Path | None, as_json: bool,
+    ctx: click.Context, paths: tuple[Path, ...], request_id: str | None, slowest: int, timeline: Path | None,
+    as_json: bool,
 ) -> None:
     """Say where the time of a request went, and why it waited.
 
     LOG is what the observer decision_log has written; several, where there are several replicas or a log was rotated.
-    Without --request: the slowest requests, and where time went as a whole.
+    Without --request: the slowest requests, and where time went as a whole. Exit code 2 where the log cannot be used,
+    or is cut in the middle of a line: what is before that is told.
     """
     logs = open_logs(paths)
     if timeline is not None:
@@ -49,6 +52,8 @@ def command(
         click.echo(json.dumps([_plain_journey(*each) for each in told]) if as_json
                    else "\n\n".join(_journey_text(*each) for each in told))
     _say_notes(logs)
+    if any(log.cut for log in logs):
+        ctx.exit(2)
 
 
 def _say_notes(logs: Iterable[Log]) -> None:
@@ -202,7 +207,8 @@ def _plain_overview(found: Sequence[Overview], ended: Sequence[Journey]) -> dict
     engines = [
         {"engine": one.replica, "seconds": one.seconds, "busy": one.busy, "planning": one.planning, "steps": one.steps,
          "rows": one.rows, "tokens": one.tokens, "kept": one.kept, "drafted": one.drafted, "accepted": one.accepted,
-         "suspensions": one.suspensions, "worker": one.parts, "held": one.held, "failed_plans": one.failed_plans,
+         "suspensions": one.suspensions, "worker": one.parts, "held": one.held, "empty_plans": one.empty_plans,
+         "failed_plans": one.failed_plans,
          "notes": one.notes} for one in found]
     return {"engines": engines, "requests": [_plain_summary(journey) for journey in ended]}
 

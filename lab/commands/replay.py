@@ -27,10 +27,12 @@ def command(ctx: click.Context, paths: tuple[Path, ...], as_json: bool) -> None:
     """Feed what a decision log recorded to the same scheduler and KV manager, without the model, and compare.
 
     Exit code 0: every decision is the same. 1: one is not; the first is shown. 2: the log or a part that it names
-    cannot be used. 3: the decisions are the same as far as they can be made again, which is not to the log's end.
+    cannot be used, or the log is cut in the middle of a line, though all before that is the same. 3: the decisions are
+    the same as far as they can be made again, which is not to the log's end.
     """
     logging.getLogger("hotswap").setLevel(logging.CRITICAL)  # what the parts raised then, they raise again
-    outcomes = [replay(log) for log in open_logs(paths)]
+    logs = open_logs(paths)
+    outcomes = [replay(log) for log in logs]
     if as_json:
         click.echo(json.dumps([_plain(outcome) for outcome in outcomes]))
     else:
@@ -38,6 +40,8 @@ def command(ctx: click.Context, paths: tuple[Path, ...], as_json: bool) -> None:
             click.echo("\n".join(_text(outcome)))
     if not all(outcome.equal for outcome in outcomes):
         ctx.exit(1)
+    if any(log.cut for log in logs):
+        ctx.exit(2)
     ctx.exit(STOPPED if any(outcome.stopped is not None for outcome in outcomes) else 0)
 
 

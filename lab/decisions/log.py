@@ -1,7 +1,7 @@
 """Reads decision logs: line by line, in one sequence, as far as they go."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,18 @@ FORMAT = 2
 """Of the logs that are understood; docs/decision-log.md describes it."""
 
 Event = dict[str, Any]
+
+FIELDS: Mapping[str, Sequence[str]] = {
+    "header": ("replica", "engine"),
+    "arrival": ("id", "prompt_length", "max_new", "priority", "fork_of", "continued"),
+    "step": ("step", "rows", "resumes", "suspensions", "holds", "duration"),
+    "idle": ("holds",),
+    "plan_failed": ("component", "error"),
+    "verdict": ("step", "rows", "worker", "error", "suspended", "usage"),
+    "finish": ("id", "reason", "output_length", "preemptions", "cached_tokens"),
+    "exchange": ("old", "new", "recomputed", "problem"),
+}
+"""What is read of an event, by its name."""
 
 
 class Log:
@@ -52,6 +64,8 @@ class Log:
                             self.cut = f"{path}:{number}: the line is cut"
                             return
                         raise ConfigError(f"{path}:{number}: is no event of a decision log: {line.strip()[:60]!r}.")
+                    if (field := _lacking(event)) is not None:
+                        raise ConfigError(f"{path}:{number}: the event {event['event']!r} lacks its {field!r}.")
                     if event["n"] != expected:
                         raise ConfigError(
                             f"{path}:{number}: event {event['n']} follows event {expected - 1}: lines are missing, or "
@@ -74,6 +88,8 @@ def open_logs(paths: Sequence[Path]) -> list[Log]:
         if first["event"] == "header":
             if (given := first.get("format")) != FORMAT:
                 raise ConfigError(f"{path} has format {given}, and this hotswap reads format {FORMAT}.")
+            if (field := _lacking(first)) is not None:
+                raise ConfigError(f"{path}: the header lacks its {field!r}.")
             logs.append(Log([path], first))
         elif logs:
             logs[-1] = Log([*logs[-1].paths, path], logs[-1].header)
@@ -103,5 +119,9 @@ def _event(line: str) -> Event | None:
         event = json.loads(line)
     except ValueError:
         return None
-    known = isinstance(event, dict) and isinstance(event.get("n"), int) and "t" in event and "event" in event
-    return event if known else None
+    known = isinstance(event, dict) and isinstance(event.get("n"), int) and isinstance(event.get("event"), str)
+    return event if known and isinstance(event.get("t"), (int, float)) else None
+
+
+def _lacking(event: Event) -> str | None:
+    return next((field for field in FIELDS.get(event["event"], ()) if field not in event), None)

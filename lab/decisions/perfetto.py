@@ -122,6 +122,8 @@ def trace_events(logs: Sequence[Log]) -> Iterator[TraceEvent]:
 
 def write(logs: Sequence[Log], path: Path) -> int:
     """Write the timeline as it is made; returns the number of events. ConfigError where it cannot be written."""
+    if path.exists() and any(path.samefile(part) for log in logs for part in log.paths):
+        raise ConfigError(f"{path} is the log that is read; write the timeline elsewhere.", "--perfetto")
     try:
         with path.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [')

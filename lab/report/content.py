@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotswap.core.explain import redact
-from hotswap.lab.metrics import STATISTICS, error_counts, failed, succeeded, summary
+from hotswap.lab.metrics import STATISTICS, error_counts, failed, hit_rate, succeeded, summary
+from hotswap.lab.processes import BUSY_CORES
 from hotswap.lab.records import BlockRecord, Comparison, MetricSpec, Outcome, RequestRecord, Result
 from hotswap.lab.report import words
+from hotswap.lab.statistics.settings import Settings
 
-DISTURBED_CORES = 0.25
-"""More than this for other processes, and a block is called disturbed. It counts all the same: leaving blocks out by
-what happened in them would favour whoever is disturbed less."""
 SHOWN = ("ttft", "ttft_answer", "tpot", "itl", "inter_chunk", "e2e", "queue")
 
 
@@ -39,6 +38,12 @@ def base_of(result: Result) -> str:
 def arms_of(result: Result) -> list[str]:
     """The base first."""
     return list(dict.fromkeys([base_of(result), *result.configs, *(block.arm for block in result.blocks)]))
+
+
+def confidence(result: Result) -> str:
+    """With which all intervals hold together: "95 %"."""
+    settings = result.experiment.get("statistics") or {}
+    return f"{100 * settings.get('confidence', Settings().confidence):g} %"
 
 
 def rows(result: Result) -> dict[str, list[Row]]:
@@ -126,18 +131,26 @@ def tallies(result: Result) -> list[Tally]:
 def _tally(arm: str, blocks: Sequence[BlockRecord]) -> Tally:
     requests = [record for block in blocks for record in block.requests]
     good = succeeded(requests)
-    told = [record for record in good if record.cached_tokens is not None]
-    prompt = sum(record.prompt_tokens for record in told)
     return Tally(
-        arm, len(blocks), sum((block.disturbed or 0.0) > DISTURBED_CORES for block in blocks), len(good),
-        dict(error_counts(requests)), len(requests) - len(good) - len(failed(requests)),
-        sum(record.cached_tokens or 0 for record in told) / prompt if prompt else None)
+        arm, len(blocks), sum((block.disturbed or 0.0) > BUSY_CORES for block in blocks), len(good),
+        dict(error_counts(requests)), len(requests) - len(good) - len(failed(requests)), hit_rate(requests))
+
+
+def outputs(result: Result, most: int) -> list[str]:
+    """Whether greedy outputs agree with the base's, arm by arm; the first ``most`` places where they do not."""
+    differing = {str(found["arm"]) for found in result.divergences}
+    agreeing = [
+        f"{arm}: greedy outputs agree with the base's in all of {count:,} requests" if count else
+        f"{arm}: outputs were not compared: only greedy ones are, where both arms tell their tokens"
+        for arm in arms_of(result)[1:] if arm not in differing
+        for count in [result.outputs_compared.get(arm, 0)]]
+    return divergence_lines(result, most) + agreeing
 
 
 def divergence_lines(result: Result, most: int) -> list[str]:
     """The first ``most`` places where greedy outputs differ from the base's, and how many there are by arm."""
-    counts = Counter(str(found["arm"]) for found in result.divergences)
-    lines = [f"{arm}: greedy outputs differ from the base's in {count} request{'s' if count > 1 else ''}"
+    counts, whole = Counter(str(found["arm"]) for found in result.divergences), result.outputs_compared
+    lines = [f"{arm}: greedy outputs differ from the base's in {count:,} of {whole.get(arm, count):,} requests"
              for arm, count in counts.items()]
     return lines + [_divergence(found) for found in result.divergences[:most]]
 

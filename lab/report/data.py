@@ -8,17 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hotswap.core.explain import redact
-from hotswap.lab.records import (
-    Better,
-    BlockRecord,
-    Comparison,
-    Look,
-    MetricSpec,
-    Outcome,
-    Pair,
-    RequestRecord,
-    Result,
-)
+from hotswap.lab.journal import block_of
+from hotswap.lab.records import Better, Comparison, Look, MetricSpec, Outcome, Pair, Result
 
 FORMAT = 1
 
@@ -38,7 +29,7 @@ def read_result(path: Path) -> Result:
     return Result(**{
         **values,
         "metrics": [MetricSpec(**{**metric, "better": Better(metric["better"])}) for metric in values["metrics"]],
-        "blocks": [_block(block) for block in values["blocks"]],
+        "blocks": [block_of(block) for block in values["blocks"]],
         "comparisons": [_comparison(found) for found in values["comparisons"]],
         "pairs": {arm: [_pair(pair) for pair in pairs] for arm, pairs in values["pairs"].items()},
         "looks": [Look(**look) for look in values["looks"]],
@@ -62,20 +53,3 @@ def _comparison(values: Mapping[str, Any]) -> Comparison:
 def _pair(values: Mapping[str, Any]) -> Pair:
     sides = {side: {name: float(number) for name, number in values[side].items()} for side in ("base", "arm")}
     return Pair(sides["base"], sides["arm"], values["base_first"])
-
-
-def _block(values: Mapping[str, Any]) -> BlockRecord:
-    return BlockRecord(**{
-        **values,
-        "requests": tuple(_request(record) for record in values["requests"]),
-        "timeline": tuple(tuple(point) for point in values["timeline"]),
-    })
-
-
-def _request(values: Mapping[str, Any]) -> RequestRecord:
-    tokens = values["tokens"]
-    return RequestRecord(**{
-        **values,
-        "chunks": tuple(tuple(chunk) for chunk in values["chunks"]),
-        "tokens": None if tokens is None else tuple(tokens),
-    })

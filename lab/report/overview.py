@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from hotswap.lab.records import Outcome, Result
 from hotswap.lab.report import words
-from hotswap.lab.report.content import Row, arms_of, base_of, rows, tallies
+from hotswap.lab.report.content import Row, base_of, divergence_lines, rows, tallies
 
 LEGEND = (
-    "Effects are changes against the base, with their intervals. **Bold**: better (↑) or worse (↓), for certain. "
+    "Effects are changes against the base, with intervals that hold together. **Bold**: better (↑) or worse (↓). "
     "Plain with =: no difference larger than the margin. With ?: not enough data to say.")
 _MARKS = {Outcome.BETTER: "↑", Outcome.WORSE: "↓", Outcome.NO_DIFFERENCE: "=", Outcome.NOT_ENOUGH_DATA: "?"}
 _OTHERS = "others"
@@ -40,7 +40,7 @@ def _shared(results: Sequence[Result]) -> list[str]:
 
 
 def _named(title: str, result: Result) -> str:
-    return f"{title} (partial)" if result.partial else title
+    return f"{title} (partial)".replace("|", r"\|") if result.partial else title.replace("|", r"\|")
 
 
 def _cell(row: Row) -> str:
@@ -53,9 +53,7 @@ def _cell(row: Row) -> str:
 def _notes(title: str, result: Result) -> list[str]:
     """What one has to know to trust a line: what failed, and outputs that differ."""
     found = [f"{title}: {tally.arm}: failed: {tally.failures}" for tally in tallies(result) if tally.statuses]
-    for arm in arms_of(result):
-        if differing := sum(divergence["arm"] == arm for divergence in result.divergences):
-            found.append(f"{title}: {arm}: greedy outputs differ from the base's in {differing} requests")
+    found += [f"{title}: {line}" for line in divergence_lines(result, 0)]
     if result.partial:
         found.append(f"{title}: partial: {result.stopped}")
     return found

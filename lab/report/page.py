@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from hotswap.core.explain import redact
 from hotswap.lab.metrics import STATISTICS
+from hotswap.lab.processes import BUSY_CORES
 from hotswap.lab.records import Outcome, Result
 from hotswap.lab.report import content, plots, words
 from hotswap.lab.report.content import Row
@@ -36,9 +37,10 @@ def render_page(result: Result) -> str:
         strips={arm: strips(lines) for arm, lines in tables.items()}, classes=CLASSES,
         distributions=distributions, paired=list(paired), timelines=timelines, labels=list(STATISTICS),
         percentiles=list(content.percentiles(result)), tallies=content.tallies(result),
-        divergences=content.divergence_lines(result, DIVERGENCES), differences=content.config_differences(result),
+        outputs=content.outputs(result, DIVERGENCES), confidence=content.confidence(result),
+        differences=content.config_differences(result),
         environment=content.flat(result.environment), experiment=content.flat(redact(dict(result.experiment))),
-        disturbed_cores=content.DISTURBED_CORES, data=_json(figures), plotly=Markup(get_plotlyjs()))
+        disturbed_cores=BUSY_CORES, data=_json(figures), plotly=Markup(get_plotlyjs()))
 
 
 def _title(result: Result) -> str:
@@ -69,9 +71,9 @@ class Strip:
 def strips(rows: list[Row]) -> dict[str, Strip | None]:
     """By metric. One scale for all relative effects of an arm; None where nothing can be drawn."""
     sizes = {row.metric: _relative(row) for row in rows}
-    bounds = sorted(abs(number) for bounds in sizes.values() if bounds for number in bounds[:3] if isfinite(number))
-    widest = min(max(1.15 * bounds[int(0.9 * (len(bounds) - 1))], 0.01), 1.0) if bounds else 1.0
-    return {metric: _strip(*bounds, widest) if bounds else None for metric, bounds in sizes.items()}
+    drawn = sorted(abs(number) for size in sizes.values() if size for number in size[:3] if isfinite(number))
+    widest = min(max(1.15 * drawn[int(0.9 * (len(drawn) - 1))], 0.01), 1.0) if drawn else 1.0
+    return {metric: _strip(*size, widest) if size else None for metric, size in sizes.items()}
 
 
 def _relative(row: Row) -> tuple[float, float, float, float] | None:

@@ -100,7 +100,7 @@ def timelines(result: Result) -> Figure | None:
 def timeline(blocks: Sequence[BlockRecord]) -> tuple[Floats, Floats]:
     """Times, and what was running, waiting, and the share of the cache in use then: [3, of (10 %, mean, 90 %), times].
     A value stands until the next; at a time there are those blocks that had not ended."""
-    told = [block for block in blocks if block.timeline]
+    told = [block for block in blocks if block.timeline and block.timeline[0][0] <= block.wall]
     if not told:
         return np.zeros(0), np.zeros((3, 3, 0))
     times = np.linspace(0, float(np.median([block.wall for block in told])), TIMELINE_POINTS)
@@ -111,6 +111,8 @@ def timeline(blocks: Sequence[BlockRecord]) -> tuple[Floats, Floats]:
         known = (last >= 0) & (times <= block.wall)
         values[index][:, known] = points[last[known], 1:].T
     there = ~np.isnan(values[:, 0]).all(axis=0)
+    if not there.any():
+        return np.zeros(0), np.zeros((3, 3, 0))
     kept = values[:, :, there]
     low, high = np.nanpercentile(kept, [10, 90], axis=0)
     return times[there], np.stack([low, np.nanmean(kept, axis=0), high], axis=1)
@@ -129,7 +131,9 @@ def paired(result: Result) -> dict[str, Figure]:
 
 
 def _paired(pairs: Sequence[Pair], found: Comparison, spec: MetricSpec, colour: str) -> Figure:
-    scale, suffix = (1.0, f" {spec.unit}") if spec.additive and spec.unit != "share" else (100.0, " %")
+    scale, suffix = 100.0, " %"
+    if spec.additive:
+        scale, suffix = (100.0, " points") if spec.unit == "share" else (1.0, f" {spec.unit}")
     effects = [scale * words.linear(signed_rank.difference(pair, spec), spec) for pair in pairs]
     places, estimates, lows, highs = (np.array(column) for column in running(pairs, spec))
     to_effect = np.vectorize(lambda number: scale * words.linear(number, spec), otypes=[float])
@@ -149,7 +153,7 @@ def _paired(pairs: Sequence[Pair], found: Comparison, spec: MetricSpec, colour: 
         x=places, y=to_effect(estimates), mode="lines", line=dict(color=colour, width=2), name="estimate so far"))
     figure.add_hline(y=0, line=dict(color="#22272e", width=1))
     for bound in (found.low, found.high):
-        if np.isfinite(bound) and bound > -1:
+        if np.isfinite(bound) and (spec.additive or bound > -1):
             figure.add_hline(y=scale * bound, line=dict(color=colour, width=1.5, dash="dot"))
     figure.update_xaxes(title_text="pair, in the order in which they ran")
     figure.update_yaxes(title_text=f"{spec.name}: arm against base", ticksuffix=suffix)

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from hotswap.lab.records import Result
-from hotswap.lab.report.content import Row, Tally, arms_of, base_of, divergence_lines, headline, rows, tallies
+from hotswap.lab.report.content import Row, Tally, base_of, confidence, headline, outputs, rows, tallies
 
 DIVERGENCES = 3
 FAILURES = "in the latencies that are compared, a request that failed is without end"
-HEADER = ("metric", "base", "arm", "effect", "interval", "verdict")
+HEADER = ("metric", "base", "arm", "effect", "{} interval", "verdict")
 LEFT = {0, 5}
 
 
@@ -22,14 +22,14 @@ def _lines(result: Result) -> Iterator[str]:
         yield ""
     for arm, lines in rows(result).items():
         yield f"{arm} against {base_of(result)}"
-        yield from _columns(lines)
+        yield from _columns(lines, confidence(result))
         yield headline(lines)
         yield ""
     yield from _beneath(result)
 
 
-def _columns(lines: Sequence[Row]) -> Iterator[str]:
-    cells = [[cell.upper() for cell in HEADER]]
+def _columns(lines: Sequence[Row], confidence: str) -> Iterator[str]:
+    cells = [[cell.upper().format(confidence) for cell in HEADER]]
     cells += [[row.metric, row.base, row.arm, row.effect, row.interval, row.verdict] for row in lines]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
     for line in cells:
@@ -44,10 +44,7 @@ def _beneath(result: Result) -> Iterator[str]:
         yield f"{tally.arm}: {_told(tally)}"
     if any(tally.statuses for tally in told):
         yield FAILURES
-    if differing := divergence_lines(result, DIVERGENCES):
-        yield from differing
-    elif len(arms_of(result)) > 1 and any(record.tokens for block in result.blocks for record in block.requests):
-        yield "greedy outputs of all arms agree"
+    yield from outputs(result, DIVERGENCES)
     if not result.partial:
         yield f"Ended: {result.stopped}."
 

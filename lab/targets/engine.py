@@ -71,9 +71,9 @@ class EngineTarget:
         self._built.engine.reset()
 
     def begin(self) -> None:
+        self._began = cpu_of_this_process()  # looks at all processes: behind it the block begins
         for probe in self._probes:
             probe.begin(self._now())
-        self._began = cpu_of_this_process()
 
     def finish(self) -> Activity:
         counts = [probe.counts() for probe in self._probes]

@@ -62,12 +62,15 @@ class OpenAITarget:
 
     def __init__(self, endpoint: Endpoint, now: Callable[[], float]) -> None:
         self.endpoint, self._now = endpoint, now
-        parts = urlsplit(endpoint.base)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(endpoint.base)
+            scheme, self._host, self._port, self._path = parts.scheme, parts.hostname or "", parts.port, parts.path
+        except ValueError:  # brackets or a port that are none
+            scheme = self._host = ""
+        if scheme not in ("http", "https") or not self._host:
             raise ConfigError(f"{endpoint.url!r} should be a server's address, such as http://127.0.0.1:8000", "url")
         self._connect: Callable[..., http.client.HTTPConnection] = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection)
-        self._host, self._port, self._path = parts.hostname, parts.port, parts.path
+            http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection)
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
         self._live: dict[str, _Call] = {}

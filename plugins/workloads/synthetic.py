@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentOptions
@@ -33,6 +33,12 @@ class SyntheticWorkload(Workload):
         """Of all requests, the share that begins with a common prefix."""
         requests: Annotated[int, Field(ge=1)] | None = None
         """How many there are; without it they never end."""
+
+        @model_validator(mode="after")
+        def _families_share(self) -> "SyntheticWorkload.Options":
+            if not self.families and (self.prefix, self.share) != (fixed(128), 1.0):
+                raise ValueError("'prefix' and 'share' are of no use without 'families'; say how many there are.")
+            return self
 
     def items(self, context: WorkloadContext) -> Iterator[WorkItem]:
         options = self.options

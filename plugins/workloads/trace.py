@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -63,7 +64,7 @@ class Lines:
         """``value`` as a finite number that is not negative."""
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = -1.0
         if not 0 <= number < float("inf") or isinstance(value, bool):
             self.refuse(f"{name} should be a number of at least 0, not {value!r}.")
@@ -128,11 +129,10 @@ class Trace(Workload):
         prompt = self._scaled(row.prompt, options.max_prompt)
         output = self._scaled(row.output, options.max_output)
         if prompt + output > context.max_model_len:
-            fits = context.max_model_len / (row.prompt + row.output)
             lines.refuse(
                 f"a prompt of {prompt} and an output of {output} tokens do not fit the model's context of "
-                f"{context.max_model_len}. Set scale (now {options.scale:g}) below {fits:.2g}, or cut with max_prompt "
-                f"and max_output.")
+                f"{context.max_model_len}. Set scale (now {options.scale:g}) to {_scale(row, context)} or less, or cut "
+                "with max_prompt and max_output.")
         content = self._content(row, prompt, context)
         content += tokens(context, f"line {lines.number}", prompt - len(content))
         return WorkItem(
@@ -158,3 +158,10 @@ class Trace(Workload):
                 break
             content += tokens(context, f"block {block}", self._boundary(number + 1) - self._boundary(number))
         return tuple(content[:length])
+
+
+def _scale(row: Row, context: WorkloadContext) -> str:
+    """With which a request fits, in two digits."""
+    fits = max(1, context.max_model_len - 1) / (row.prompt + row.output)  # both lengths may be rounded up
+    step = 10.0 ** (math.floor(math.log10(fits)) - 1)
+    return f"{math.floor(fits / step) * step:.2g}"

@@ -115,18 +115,20 @@ def test_bad_input_ends_with_a_sentence_and_exit_code_2(hotswap, recording, tmp_
         (["replay", tmp_path / "other.jsonl"], "is no decision log"),
         (["replay", tmp_path / "none.jsonl"], "there is no file"),
         (["explain", recording.path, "--perfetto", tmp_path / "no" / "out.json"], "cannot be written"),
+        (["explain", recording.path, "--perfetto", recording.path], "is the log that is read"),
     ):
         code, _, errors = hotswap(*arguments)
         assert code == 2 and message in errors
+    assert hotswap("replay", recording.path)[0] == 0, "the log is whole still"
 
 
 def test_a_cut_log_is_told_and_said_to_be_cut(hotswap, recording):
     text = recording.path.read_text()
     recording.path.write_text(text[: len(text) * 2 // 3])
     code, output, errors = hotswap("explain", recording.path)
-    assert code == 0 and "without an end" in output and "the line is cut; what is before it is told" in errors
+    assert code == 2 and "without an end" in output and "the line is cut; what is before it is told" in errors
     code, output, _ = hotswap("replay", recording.path)
-    assert code == 0 and "every decision is the same" in output and "the line is cut" in output
+    assert code == 2 and "every decision is the same" in output and "the line is cut" in output
 
 
 def test_explaining_needs_neither_torch_nor_a_part_of_the_engine(recording):

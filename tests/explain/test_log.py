@@ -6,7 +6,7 @@ import pytest
 
 from hotswap.core.errors import ConfigError
 from hotswap.lab.decisions.lives import lives
-from hotswap.lab.decisions.log import open_logs
+from hotswap.lab.decisions.log import FIELDS, open_logs
 
 
 @pytest.fixture
@@ -58,6 +58,16 @@ def test_a_damaged_line_and_a_missing_one_are_told_with_their_number(lines):
     assert refusal([path]) == f"{path}:6: is no event of a decision log: '{{'."
     path.write_text("".join([*whole[:5], *whole[6:]]))
     assert f"{path}:6: event 6 follows event 4: lines are missing" in refusal([path])
+
+
+@pytest.mark.parametrize("name", ["header", "arrival", "step", "verdict", "finish"])
+def test_an_event_that_lacks_what_is_read_of_it_is_told_with_its_line(lines, name):
+    path, whole = lines
+    number, event = next((n, event) for n, event in enumerate(map(json.loads, whole)) if event["event"] == name)
+    for field in FIELDS[name]:
+        rest = {key: value for key, value in event.items() if key != field}
+        path.write_text("".join([*whole[:number], json.dumps(rest) + "\n", *whole[number + 1:]]))
+        assert f"lacks its '{field}'" in (found := refusal([path])) and (str(path) in found)
 
 
 def test_a_rotated_log_is_read_in_order(lines, tmp_path):

@@ -1,7 +1,6 @@
 """``hotswap ab`` and ``hotswap bench`` from the command line to what they write, with engines that compute."""
 
 import json
-import os
 import threading
 
 import pytest
@@ -9,12 +8,14 @@ import yaml
 from click.testing import CliRunner
 
 from hotswap.core.engine.clock import SystemClock
+from hotswap.core.errors import HotswapError
 from hotswap.lab.arms import started
 from hotswap.lab.experiment import load_experiment
 from hotswap.lab.journal import FILE, read_journal
-from hotswap.lab.load import ClosedLoop, run_load
+from hotswap.lab.load import ClosedLoop, Stretch, run_load
 from hotswap.lab.plan import make_plan
-from hotswap.lab.processes import cpu_of
+from hotswap.lab.processes import cpu_of_this_process
+from hotswap.lab.records import Result
 from hotswap.lab.report import read_result
 from hotswap.lab.targets.openai import OpenAITarget
 from hotswap.lab.targets.server import ServerTarget
@@ -75,16 +76,37 @@ def test_the_short_form_compares_the_first_arm_with_the_others(config, tmp_path,
 
 def test_a_folder_is_run_file_by_file_and_ends_in_one_table(experiment, tmp_path):
     experiment(pairs=2)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for name in ("one", "two"):
-        (folder / f"{name}.yaml").write_text((tmp_path / "experiment.yaml").read_text().replace(
-            "config.yaml", "../config.yaml"))
-    result = invoke("ab", folder, "--out", tmp_path / "out")
+    result = invoke("ab", folder_of(tmp_path, "one", "two"), "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert [len(blocks_of(tmp_path / "out" / name)) for name in ("one", "two")] == [4, 4]
     table = (tmp_path / "out" / "overview.md").read_text("utf-8")
     assert "| one | `base` |" in table and "| two | `base` |" in table and table in result.output
+
+
+def folder_of(tmp_path, *names):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in names:
+        (folder / f"{name}.yaml").write_text((tmp_path / "experiment.yaml").read_text().replace(
+            "config.yaml", "../config.yaml"))
+    return folder
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_ends_one_experiment_of_a_folder_ends_all_and_the_table_tells_of_those_before(
+        experiment, tmp_path, monkeypatch, interrupted):
+    def conduct(plan, say, **settings):
+        if plan.experiment.out.endswith("three"):
+            raise HotswapError("its server did not start")
+        return Result({}, {}, [], [], [], "it was interrupted" if interrupted else "2 pairs are in", interrupted)
+
+    monkeypatch.setattr("hotswap.lab.conduct.conduct", conduct)
+    experiment(pairs=2)
+    folder = folder_of(tmp_path, "one", "three", "two")
+    result = invoke("ab", folder, "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "hotswap: not run: three, two" in result.output and "overview.md" in result.output
+    assert ("its server did not start" in result.output) is not interrupted
 
 
 def test_an_engine_that_dies_leaves_a_partial_result_and_exit_code_1(experiment, tmp_path, monkeypatch):
@@ -125,6 +147,9 @@ def test_bench_tells_and_writes_what_it_measured(config, tmp_path):
     assert all(metric["formula"] for metric in written["metrics"].values())
     assert [request["output_tokens"] for request in written["block"]["requests"]] == [5] * 12
     assert written["environment"]["versions"]["torch"]
+    assert written["settings"]["config"]["scheduler"]["max_running"] == 8
+    assert written["settings"]["workload"] == {"use": "synthetic", "prompt": 20, "output": 5}
+    assert written["settings"]["requests"] == 12 and written["partial"] is None
     assert "ttft" in result.output and "ended well" in result.output
 
 
@@ -202,30 +227,14 @@ def test_an_experiment_ends_in_verdicts_a_file_of_all_data_and_a_page(experiment
     assert "throughput" in page and "<script" in page
 
 
-def test_arms_in_processes_of_their_own_tell_their_memory_and_say_the_same(experiment, tmp_path):
-    out = tmp_path / "out"
-    file = experiment(processes="separate", pairs=2, warm_up=1, arms={"static": {"scheduler": "static"}})
-    result = invoke("ab", file, "--out", out)
-    assert result.exit_code == 0, result.output
-    blocks = blocks_of(out)
-    assert len(blocks) == 4
-    for block in blocks:
-        assert block.engine["rss_peak_bytes"] > 50e6
-        assert block.engine["steps"] > 0 and block.engine["queued_requests"] == 6
-        assert block.cpu > 0
-        assert all(record.cached_tokens == 0 and len(record.tokens) == 6 for record in block.requests)
-    compared = {found.metric for found in read_result(out / "result.json").comparisons if found.n_pairs}
-    assert {"rss_peak", "queue_mean", "preemptions", "step_time"} <= compared
-    assert read_result(out / "result.json").divergences == []
-
-
-def test_a_server_that_is_killed_in_the_middle_leaves_a_partial_result(experiment, tmp_path, monkeypatch):
+def test_arms_in_processes_of_their_own_tell_their_memory_and_one_that_is_killed_leaves_a_partial_result(
+        experiment, tmp_path, monkeypatch):
     targets = []
     start = ServerTarget.begin
 
     def begin(target):
         targets.append(target)
-        if len(targets) == 5:
+        if len(targets) == 2 + 2 * 2 + 1:  # warm-up, two pairs, and then
             target._child.process.kill()
             target._child.process.wait()
         return start(target)
@@ -237,6 +246,17 @@ def test_a_server_that_is_killed_in_the_middle_leaves_a_partial_result(experimen
     assert "its server ended with exit code -9" in result.output
     assert read_result(out / "result.json").partial
     assert all(target._child.process.poll() is not None for target in targets), "nobody is left"
+    blocks = blocks_of(out)[:4]
+    assert {block.pair for block in blocks} == {0, 1}
+    for block in blocks:
+        assert block.engine["rss_peak_bytes"] > 50e6
+        assert block.engine["steps"] > 0 and block.engine["queued_requests"] == 6
+        assert block.cpu > 0
+        assert all(record.cached_tokens == 0 and len(record.tokens) == 6 for record in block.requests)
+    compared = {found.metric for found in read_result(out / "result.json").comparisons if found.n_pairs}
+    assert {"rss_peak", "queue_mean", "preemptions", "step_time"} <= compared
+    found = read_result(out / "result.json")
+    assert found.divergences == [] and found.outputs_compared == {"static": 2 * 6}
 
 
 def test_a_foreign_server_may_be_an_arm(experiment, stub, tmp_path):
@@ -304,13 +324,25 @@ def test_a_server_that_cannot_empty_its_cache_and_should_is_refused(experiment, 
     assert result.exit_code == 2 and "arms.b.reset: should be true or false, not 'no'" in result.output
 
 
-def test_a_bench_of_a_window_says_that_its_server_died_before_the_window_had_closed(stub, monkeypatch):
+def test_a_bench_that_is_interrupted_while_warming_up_measures_nothing(stub, monkeypatch):
+    stub.script = answering
+    monkeypatch.setattr("hotswap.lab.bench.run_load", lambda *args, **kwargs: Stretch((), 0.1, "it was interrupted"))
+    result = invoke("bench", "--url", stub.url, "--requests", 8)
+    assert result.exit_code == 1
+    assert "while warming up it was interrupted" in result.output
+
+
+def test_a_bench_of_a_window_says_that_its_server_died_before_the_window_had_closed(stub, monkeypatch, tmp_path):
     stub.script = lambda reply: answering(reply) if len(stub.bodies) <= 12 else reply.refuse(500, "broken")
     monkeypatch.setattr(
         OpenAITarget, "problem", lambda target: "the server is gone" if len(stub.bodies) > 12 else None)
-    result = invoke("bench", "--url", stub.url, "--seconds", 60, "--concurrency", 1)
+    output = tmp_path / "bench.json"
+    result = invoke("bench", "--url", stub.url, "--seconds", 60, "--concurrency", 1, "--output", output)
     assert result.exit_code == 1, result.output
-    assert "of 60 seconds" in result.output and "hotswap: it ended after " in result.output
+    assert "of 60 seconds: the server is gone" in result.output and "hotswap: it ended after " in result.output
+    written = json.loads(output.read_text())
+    assert written["partial"].endswith("of 60 seconds: the server is gone")
+    assert len(written["block"]["requests"]) > 8, "nothing that was measured is lost"
 
 
 def test_an_experiment_whose_arm_never_answers_is_partial_from_the_start(experiment, stub, tmp_path):
@@ -339,10 +371,10 @@ def test_arms_compute_on_one_thread_and_one_that_waits_for_its_turn_uses_no_cpu(
         for arm in arms:
             run_load(arm.target, zip(range(4), plan.items(), strict=False), ClosedLoop(2), now, name=arm.name)
         assert sum(thread.name.startswith("hotswap-lane") for thread in threading.enumerate()) == 1
-        threading.Event().wait(0.3)
+        threading.Event().wait(0.1)
         shares = []
         for _ in range(3):
-            before, begin = cpu_of([os.getpid()]), now()
-            threading.Event().wait(1.0)
-            shares.append((cpu_of([os.getpid()]) - before) / (now() - begin))
+            before, begin = cpu_of_this_process(), now()
+            threading.Event().wait(0.4)
+            shares.append((cpu_of_this_process() - before) / (now() - begin))
     assert min(shares) < 0.05, shares

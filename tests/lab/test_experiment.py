@@ -47,6 +47,7 @@ def test_an_slo_without_a_unit_is_refused(given):
 
 def test_slos_are_of_latencies_that_there_are():
     assert "there is no 'ttfft'. Did you mean 'ttft'?" in refusal(slo={"ttfft": "1s"})
+    assert refusal(slo={"queue": "1s"}, processes="separate").startswith("slo.queue: a server does not tell")
 
 
 def test_an_unknown_key_is_named_with_the_nearest():
@@ -106,6 +107,12 @@ def test_there_must_be_something_to_compare():
     assert experiment.compared == ["a"]
 
 
+def test_a_workload_without_times_of_its_own_cannot_say_when_requests_are_due(config):
+    values = {"base": str(config), "arms": {"static": {"scheduler": "static"}}, "load": {"arrivals": "workload"}}
+    with pytest.raises(ConfigError, match=r"load\.arrivals: workload:sessions has no times of its own"):
+        make_plan(load_experiment({**values, "workload": {"use": "sessions", "message": 9, "output": 9}}))
+
+
 def test_pairs_come_in_twos():
     assert refusal(pairs=3).startswith("pairs: ")
 
@@ -150,6 +157,8 @@ def test_a_base_file_is_found_beside_the_experiment(config, tmp_path):
     (["bench", "{config}", "--key-file", "nowhere"], "are for servers, which --url names"),
     (["bench", "--url", "http://127.0.0.1:1", "--key-file", "nowhere"], "--key-file: nowhere cannot be read"),
     (["ab", "{config}", "--arm", "schedular=static"], "Did you mean 'scheduler'?"),
+    (["ab", "{config}", "--arm", "scheduler='static"], "--arm: \"scheduler='static\" cannot be divided into changes"),
+    (["ab", "{config}", "--url", "http://[::1"], "is no name for an arm"),
     (["ab", "{config}", "--arm", "scheduler=static", "--arm", "scheduler=static"], "given twice"),
     (["ab", "{config}", "--arm", "model=other"], "serves other"),
     (["ab", "{config}", "--arm", "scheduler=static", "--out", "/proc/nowhere"], "out: nothing can be written"),
@@ -161,7 +170,16 @@ def test_a_base_file_is_found_beside_the_experiment(config, tmp_path):
     (["bench", "{config}", "--output", "/proc/nowhere"], "--output: /proc/nowhere cannot be written"),
     (["bench", "--url", "http://127.0.0.1:1"], "does not answer GET /v1/models"),
     (["bench", "--url", "localhost"], "should be a server's address"),
+    (["bench", "--url", "http://127.0.0.1:99999"], "should be a server's address"),
+    (["bench", "--url", "http://127.0.0.1:1", "--set", "seed=3"], "--set changes CONFIG, and there is none"),
+    (["bench", "{config}", "--requests", "3", "--seconds", "2"], "keep one of them"),
+    (["bench", "{config}", "--seconds", "nan"], "should be a length of time, not nan"),
+    (["bench", "{config}", "--rate", "inf"], "load.rate: "),
+    (["bench", "{config}", "--option", "use=azure"], "says --workload"),
+    (["bench", "{config}", "--option", "prefix=30"], "of no use without 'families'"),
+    (["bench", "{config}", "--option", "prompt=20", "--arrivals", "workload"], "has no times of its own, as traces"),
     (["bench", "--url", "http://127.0.0.1:1", "--chat"], "--chat needs CONFIG"),
+    (["bench", "--url", "http://127.0.0.1:1", "--slo", "queue=1s"], "slo.queue: a server does not tell"),
 ])
 def test_bad_input_ends_the_commands_with_2_before_a_model_is_loaded(config, arguments, words):
     result = CliRunner().invoke(main, [argument.format(config=config) for argument in arguments])

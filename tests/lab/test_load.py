@@ -7,9 +7,11 @@ import threading
 import pytest
 
 from hotswap.core.engine.clock import SystemClock
+from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.workload import WorkItem
 from hotswap.lab import load
 from hotswap.lab.load import ClosedLoop, OpenLoop, run_load
+from hotswap.lab.requests import endless, foreign_context
 from hotswap.lab.targets.target import Activity, Ending
 
 NOW = SystemClock().now
@@ -121,6 +123,38 @@ def test_a_target_that_dies_ends_the_stretch_and_keeps_what_was_measured():
     assert {record.error for record in records} == {None, "it is dead"}
 
 
+def test_what_was_due_and_never_sent_when_the_target_died_is_recorded(monkeypatch):
+    monkeypatch.setattr(load, "LOOK_S", 0.05)
+    load_ = OpenLoop(rate=1000, arrivals="constant", limit=1)
+    records = run_load(Echo(hangs=True, dies_after=1), plain(20), load_, NOW, name="x").records
+    assert records[0].error == "it is dead"
+    assert len(records) == 20 and all(record.incomplete for record in records[1:])
+
+
+def test_a_workload_that_breaks_off_ends_the_stretch_and_keeps_what_was_measured():
+    def items():
+        yield from plain(6)
+        raise ConfigError("trace.csv:7: is no line")
+
+    stretch = run_load(Echo(), items(), ClosedLoop(2), NOW, name="x")
+    assert stretch.broken == "the workload has ended: trace.csv:7: is no line"
+    assert len(stretch.records) == 6
+    assert sum(record.error is None and not record.incomplete for record in stretch.records) >= 4
+
+
+def test_a_trace_that_begins_again_goes_on_behind_its_end():
+    class Trace:
+        def items(self, context):
+            for at in (0.0, 0.5, 1.0, 3.0):
+                yield WorkItem((context.seed,), 1, at=at)
+            yield WorkItem((context.seed,), 1, after=3)
+
+    again = list(itertools.islice(endless(Trace(), foreign_context(5, 100)), 12))
+    assert [item.at for item in again] == [0, 0.5, 1, 3, None, 3.75, 4.25, 4.75, 6.75, None, 7.5, 8.0]
+    assert [item.after for item in again] == [None] * 4 + [3] + [None] * 4 + [8] + [None] * 2
+    assert [item.prompt[0] for item in again] == [5] * 5 + [6] * 5 + [7] * 2, "and is not the same again"
+
+
 def test_a_target_that_falls_silent_and_is_dead_does_not_hold_the_run_up():
     records = run_load(Echo(hangs=True, dies_after=2), plain(4), ClosedLoop(2), NOW, name="x").records
     assert [record.error for record in records] == ["it is dead"] * 2
@@ -132,7 +166,7 @@ def test_who_interrupts_keeps_what_came_until_then():
             raise KeyboardInterrupt
 
     stretch = run_load(Echo(0.02), plain(100), ClosedLoop(2), NOW, name="x", on_ended=impatient)
-    assert stretch.interrupted
+    assert stretch.broken == "it was interrupted"
     assert 5 <= sum(not record.incomplete for record in stretch.records) <= 6
     assert len(stretch.records) <= 7
 

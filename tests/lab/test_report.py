@@ -19,7 +19,7 @@ from hotswap.lab.report import read_result, render_table, words, write_report
 from hotswap.lab.report.content import config_differences, divergence_lines, headline, percentiles, rows, tallies
 from hotswap.lab.report.overview import LEGEND, render_overview
 from hotswap.lab.report.page import STRIP, render_page, strips
-from hotswap.lab.report.plots import ecdf, running, timeline
+from hotswap.lab.report.plots import ecdf, paired, running, timeline
 from hotswap.lab.statistics import Monitor, Settings
 
 METRICS = [spec_of(name) for name in (
@@ -67,7 +67,7 @@ def experiment(pairs, arms=("static", "chunked"), stopped="time is over", partia
           "base_text": " a", "arm_text": "</script><b>"}],
         {"base": {"model": "m", "scheduler": {"use": "continuous"}, "api_key": "geheim"},
          **{arm: {"model": "m", "scheduler": {"use": arm}, "api_key": "geheim"} for arm in arms}},
-        by_arm, monitor.looks)
+        by_arm, monitor.looks, {"static": 320, "chunked": 300})
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +100,23 @@ def test_beneath_the_table_stand_failures_hit_rates_disturbed_blocks_and_diverge
     assert re.search(r"^static: \d+ requests in 32 blocks, failed: \d+ x HTTP 503, hit rate 40.0 %, "
                      r"5 blocks beside busy neighbours$", text, re.MULTILINE)
     assert re.search(r"^chunked: .*, failed: none, \d+ still under way at the end of a block, ", text, re.MULTILINE)
-    assert "static: greedy outputs differ from the base's in 1 request\n" in text
+    assert "static: greedy outputs differ from the base's in 1 of 320 requests\n" in text
     assert "static: pair 2, request 5, position 7: ' a' in the base, '</script><b>' in the arm" in text
-    assert "greedy outputs of all arms agree" in render_table(replace(result, divergences=[]))
+    assert "chunked: greedy outputs agree with the base's in all of 300 requests\n" in text
     assert "in the latencies that are compared, a request that failed is without end" in text
+
+
+def test_outputs_that_nobody_compared_are_not_said_to_agree(result):
+    for text in (render_table(sampled := replace(result, divergences=[], outputs_compared={})), render_page(sampled)):
+        assert "static: outputs were not compared: only greedy ones are" in text
+        assert "agree with" not in text
+
+
+def test_intervals_say_with_which_confidence_they_hold(result):
+    assert "  95 % INTERVAL  " in render_table(result)
+    wider = replace(result, experiment={**result.experiment, "statistics": {"confidence": 0.999}})
+    assert "  99.9 % INTERVAL  " in render_table(wider)
+    assert "99.9 % interval</th>" in (page := render_page(wider)) and "with a confidence of 99.9 %" in page
 
 
 def test_experiments_share_a_table_with_a_line_for_each_arm_and_a_column_for_what_all_of_them_measure(result):
@@ -121,7 +134,8 @@ def test_experiments_share_a_table_with_a_line_for_each_arm_and_a_column_for_wha
     assert "**+3" in lines[0][tpot] and "↓**" in lines[0][tpot], "slower, for certain"
     assert "**" not in lines[1][tpot] and lines[1][tpot].endswith(("=", "?"))
     assert "ttft_p50: **+" in lines[0][-1], "what the other experiment does not measure"
-    assert "- Two arms: static: failed: " in text and "- Two arms: static: greedy outputs differ" in text
+    assert "- Two arms: static: failed: " in text
+    assert "- Two arms: static: greedy outputs differ from the base's in 1 of 320 requests" in text
 
 
 def test_an_experiment_that_ended_too_early_is_marked_in_the_table_of_all():
@@ -192,10 +206,33 @@ def test_a_timeline_is_the_mean_of_those_blocks_that_had_not_ended():
     assert np.all((running[0] <= running[1]) & (running[1] <= running[2]))
 
 
+def test_a_block_that_told_nothing_in_its_time_has_no_timeline():
+    def told(wall, *points):
+        return BlockRecord("arm", 0, 0, wall, (), timeline=tuple((point, 4, 0, 0.1) for point in points))
+
+    for blocks in ([told(0.03)], [told(0.03, 0.05)], [told(0.03, 0.029), told(0.01, 0.00999)]):
+        times, spread = timeline(blocks)
+        assert len(times) == 0 and spread.shape == (3, 3, 0)
+    assert len(timeline([told(0.03, 0.0299)])[0]) == 1
+
+
 def test_the_running_interval_narrows_around_the_estimate(result):
     places, estimates, lows, highs = map(np.array, running(result.pairs["static"], spec_of("e2e_p50")))
     assert places[-1] == 32 and np.all((lows <= estimates) & (estimates <= highs))
     assert highs[-1] - lows[-1] < highs[0] - lows[0]
+
+
+def test_the_bounds_of_an_interval_are_drawn_whatever_the_unit_of_the_metric(result):
+    pairs = [Pair({"kv_peak": 9e6}, {"kv_peak": 5e6 + n}, n % 2 == 0) for n in range(12)]
+    spec = spec_of("kv_peak")
+    found = compared("kv_peak", low=-4e6, high=-3e6)
+    whole = replace(result, metrics=[spec], comparisons=[found], pairs={"arm": pairs})
+    [figure] = paired(whole).values()
+    lines = [shape["y0"] for shape in json.loads(figure.json)["layout"]["shapes"]]
+    assert lines == [0, -4e6, -3e6]
+    share = replace(whole, metrics=[spec_of("hit_rate")], comparisons=[compared("hit_rate", low=-0.02, high=0.01)])
+    [figure] = paired(share).values()
+    assert json.loads(figure.json)["layout"]["yaxis"]["ticksuffix"] == " points"
 
 
 def test_what_differs_between_the_arms_is_shown_and_nothing_else(result):
@@ -205,7 +242,7 @@ def test_what_differs_between_the_arms_is_shown_and_nothing_else(result):
 def test_divergences_are_counted_and_the_first_are_told():
     found = [{"arm": "a", "request": index, "base_token": 1, "arm_token": 2} for index in range(30)]
     lines = divergence_lines(replace(alone(compared()), divergences=found), 3)
-    assert len(lines) == 4 and lines[0] == "a: greedy outputs differ from the base's in 30 requests"
+    assert len(lines) == 4 and lines[0] == "a: greedy outputs differ from the base's in 30 of 30 requests"
 
 
 def test_intervals_are_drawn_on_one_scale_with_arrows_beyond_it():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hotswap.core.engine.clock import SystemClock
-from hotswap.core.errors import EngineStoppedError
+from hotswap.core.errors import ConfigError, EngineStoppedError
 from hotswap.core.interfaces.workload import WorkItem
 from hotswap.lab.experiment import load_experiment
 from hotswap.lab.interleave import orders
@@ -233,6 +233,27 @@ def test_an_arm_that_dies_ends_the_run_and_nothing_is_lost(script, tmp_path):
     assert lines[-1] == {"event": "end", "stopped": measured.stopped, "partial": True}
 
 
+def test_a_workload_that_ends_in_the_middle_ends_the_run_and_nothing_is_lost(script, tmp_path):
+    def trace():
+        yield from itertools.islice(items(), 4 * (1 + 2) + 2)
+        raise ConfigError("trace.csv:1001: a prompt of 9000 tokens does not fit", "path")
+
+    with Journal(tmp_path / FILE) as journal:
+        measured = run({"base": script(), "b": script()}, journal=journal, items=trace, pairs=8, warm_up=1)
+    assert measured.partial
+    assert measured.stopped == "the workload has ended: path: trace.csv:1001: a prompt of 9000 tokens does not fit"
+    assert len(measured.pairs["b"]) == 2
+    assert list(read_journal(tmp_path / FILE))[-1]["partial"] is True
+
+
+def test_a_full_disk_ends_the_run_and_what_was_measured_is_kept(script):
+    with Journal(Path("/dev/full")) as journal:
+        measured = run({"base": script(), "b": script()}, journal=journal)
+    assert measured.partial
+    assert measured.stopped == "/dev/full cannot be written any more: No space left on device"
+    assert len(measured.blocks) == 1
+
+
 def test_a_journal_that_was_cut_off_is_read_as_far_as_it_goes(script, tmp_path):
     path = tmp_path / FILE
     with Journal(path) as journal:
@@ -240,6 +261,9 @@ def test_a_journal_that_was_cut_off_is_read_as_far_as_it_goes(script, tmp_path):
     text = path.read_text()
     path.write_text(text[: len(text) * 2 // 3])
     assert 0 < len(list(read_journal(path))) < len(text.splitlines())
+    path.write_text(text.replace("\n", "}\n", 1))
+    with pytest.raises(ValueError, match=f"{FILE}:1 is no line of a journal"):
+        list(read_journal(path))
 
 
 def test_an_interrupted_run_keeps_what_it_has_the_block_that_was_under_way_included(script, tmp_path):
@@ -270,14 +294,17 @@ def test_where_greedy_outputs_first_differ_is_told_for_each_request(script):
         return tokens if index % 4 == 0 else tokens[:2] if index % 4 == 1 else [tokens[0], 7, tokens[2]]
 
     targets = {"base": script(reply=lambda request: list(request.prompt[:3])), "b": script(reply=other)}
-    found = run(targets, sampling={"temperature": 0.0}, pairs=2).divergences
+    measured = run(targets, sampling={"temperature": 0.0}, pairs=2)
+    found = measured.divergences
     assert len(found) == 6
+    assert measured.outputs_compared == {"b": 8}
     by_place = {entry["index"] % 4: entry for entry in found}
     assert by_place[1]["position"] == 2 and by_place[1]["arm_token"] is None
     assert by_place[2]["position"] == 1 and by_place[2]["arm_token"] == 7
     assert by_place[2]["base_token"] % 100 == 1
     json.dumps(found)
-    assert run(targets, sampling={"temperature": 1.0}, pairs=2).divergences == [], "sampled outputs may differ"
+    sampled = run(targets, sampling={"temperature": 1.0}, pairs=2)
+    assert (sampled.divergences, sampled.outputs_compared) == ([], {}), "sampled outputs may differ"
 
 
 @pytest.mark.parametrize("busy", [0.0, 1.0])

@@ -99,12 +99,13 @@ def test_a_session_ends_when_its_context_is_full():
     ({"prompt": {"dist": "pareto"}}, "'fixed', 'uniform', 'lognormal'"),
     ({"prompt": -1}, "greater than or equal to 0"),
     ({"share": 1.5}, "less than or equal to 1"),
+    ({"prefix": 30}, "'prefix' and 'share' are of no use without 'families'"),
     ({"promt": 3}, "Did you mean 'workload.prompt'?"),
 ])
 def test_a_wrong_option_is_explained_with_its_place(options, message):
     with pytest.raises(ConfigError) as caught:
         Registry().options("workload", ComponentRef(use="synthetic", **options), "workload")
-    assert message in str(caught.value) and str(caught.value).startswith("workload.")
+    assert message in str(caught.value) and str(caught.value).startswith("workload")
 
 
 def test_options_survive_the_way_through_json():

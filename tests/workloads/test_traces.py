@@ -1,6 +1,7 @@
 """Published traces, read in the formats in which they are published, and what is wrong in a file told with its line."""
 
 import json
+import re
 from itertools import islice
 
 import pytest
@@ -130,6 +131,15 @@ def test_what_is_wrong_is_told_with_file_and_line(read, tmp_path, cls, text, mes
     with pytest.raises(ConfigError) as caught:
         read(cls, text)
     assert f"path: {tmp_path / 'trace'}{message}" in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [997, 1000, 10_049, 99_999, 123_457])
+def test_the_scale_that_a_refusal_names_is_small_enough(read, length):
+    text, given = mooncake((0, length, (1, 2))), context(max_model_len=997)
+    with pytest.raises(ConfigError) as caught:
+        read(MooncakeTrace, text, given)
+    scale = float(re.search(r"Set scale \(now 1\) to (\S+) or less", str(caught.value))[1])
+    assert read(MooncakeTrace, text, given, scale=scale)
 
 
 def test_messages_need_a_chat_template(read):
