@@ -1,7 +1,10 @@
 """What an exchange costs: pauses by part, times between tokens with exchanges and without, memory after each.
 
 Runs ``hotswap serve`` in a process of its own, opens streams, and exchanges parts at random while they run. Every
-answer is compared with an undisturbed run's (greedy, float32).
+answer is compared with an undisturbed run's (greedy, float32). Exit code 1 where one differs or fails.
+
+Memory is the server's resident bytes behind each exchange. It is flat where the last quarter of the exchanges needs no
+more than the second: in the first, each part is there for the first time.
 
     python benchmarks/exchange.py --output benchmarks/results/exchange.json
     python benchmarks/exchange.py --streams 4 --exchanges 10 --tokens 20     # a quick look
@@ -19,9 +22,11 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
+
+from hotswap.lab.environment import environment
 
 ROOT = Path(__file__).parents[1]
 KEY = "key-of-the-benchmark"
@@ -60,7 +65,11 @@ class Server:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def memory(self) -> int:
         """Resident bytes."""
@@ -97,28 +106,55 @@ class Server:
         return config
 
 
-def run(server: Server, streams: int, tokens: int, exchanges: int, rng: random.Random) -> dict[str, Any]:
-    prompts = [" ".join(rng.choices(WORDS, k=rng.randrange(4, 120))) for _ in range(streams)]
-    gaps: list[float] = []
-    wrong = failed = done = 0
-    pauses, memory = defaultdict(list), []
-    with concurrent.futures.ThreadPoolExecutor(streams) as pool:
-        calm = list(pool.map(lambda prompt: server.stream(prompt, tokens), prompts))
-        stop = threading.Event()
+class Streams:
+    """Asks each prompt again and again, until ``stop``."""
 
-        def disturbed(index: int) -> None:
-            nonlocal wrong, failed
-            while not stop.is_set():
-                try:
-                    text, times = server.stream(prompts[index], tokens)
-                except Exception as error:
-                    print(f"a stream failed: {error}", file=sys.stderr)
-                    failed += 1
-                    continue
-                wrong += text != calm[index][0]
-                gaps.extend(after - before for before, after in zip(times, times[1:], strict=False))
+    def __init__(self, server: Server, prompts: list[str], tokens: int) -> None:
+        self._server, self._prompts, self._tokens = server, prompts, tokens
+        self._pool = concurrent.futures.ThreadPoolExecutor(len(prompts))
+        self._calm: list[tuple[str, list[float]]] = []
+        self._running: list[concurrent.futures.Future[tuple[Counter[str], list[float]]]] = []
+        self.stop = threading.Event()
+        self.seen = Counter[str](answers=0, failed=0, wrong=0)
+        self.gaps: list[float] = []
 
-        running = [pool.submit(disturbed, index) for index in range(streams)]
+    def undisturbed(self) -> list[float]:
+        """Each prompt once: what is right, and the times between chunks."""
+        self._calm = list(self._pool.map(lambda prompt: self._server.stream(prompt, self._tokens), self._prompts))
+        return [gap for _, times in self._calm for gap in gaps_of(times)]
+
+    def __enter__(self) -> "Streams":
+        self._running = [self._pool.submit(self._ask, index) for index in range(len(self._prompts))]
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.stop.set()
+        self._pool.shutdown()
+        for future in self._running:
+            seen, gaps = future.result()
+            self.seen.update(seen)
+            self.gaps += gaps
+
+    def _ask(self, index: int) -> tuple[Counter[str], list[float]]:
+        seen, gaps = Counter[str](), list[float]()
+        while not self.stop.is_set():
+            try:
+                text, times = self._server.stream(self._prompts[index], self._tokens)
+            except Exception as error:
+                print(f"a stream failed: {error}", file=sys.stderr)
+                seen["failed"] += 1
+                self.stop.wait(1.0)  # a server that is gone answers none of them
+                continue
+            seen["answers"] += 1
+            seen["wrong"] += text != self._calm[index][0]
+            gaps += gaps_of(times)
+        return seen, gaps
+
+
+def run(server: Server, count: int, tokens: int, exchanges: int, rng: random.Random) -> dict[str, Any]:
+    streams = Streams(server, [" ".join(rng.choices(WORDS, k=rng.randrange(4, 120))) for _ in range(count)], tokens)
+    quiet, done, pauses, memory = streams.undisturbed(), 0, defaultdict(list), []
+    with streams:
         while done < exchanges:
             path = rng.choice(list(PARTS))
             if path == "kvcache.eviction" and server.config()["kvcache"]["use"] not in ("prefix", "radix"):
@@ -130,17 +166,24 @@ def run(server: Server, streams: int, tokens: int, exchanges: int, rng: random.R
                     report["pause_ms"])
                 memory.append(server.memory())
                 done += len(report["exchanged"])
-        stop.set()
-        for future in running:
-            future.result()
-    quiet = [after - before for _, times in calm for before, after in zip(times, times[1:], strict=False)]
+                print(f"\r{done} of {exchanges}", end="", file=sys.stderr, flush=True)
     return {
-        "exchanges": done, "failed": failed, "wrong": wrong,
+        "exchanges": done, **streams.seen,
         "pause_ms": {path: {"n": len(found), "median": statistics.median(found), "max": max(found)}
                      for path, found in sorted(pauses.items())},
-        "itl_ms": {"undisturbed": quantiles(quiet), "with exchanges": quantiles(gaps)},
-        "memory_mib": [round(value / 2**20) for value in memory],
+        "itl_ms": {"undisturbed": quantiles(quiet), "with exchanges": quantiles(streams.gaps)},
+        "memory_mib": growth([round(value / 2**20) for value in memory]),
     }
+
+
+def gaps_of(times: list[float]) -> list[float]:
+    return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+def growth(series: list[int]) -> dict[str, Any]:
+    quarter = len(series) // 4
+    second, last = series[quarter:2 * quarter] or series, series[-quarter:] or series
+    return {"second quarter": statistics.median(second), "last quarter": statistics.median(last), "series": series}
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
@@ -164,8 +207,9 @@ def main() -> None:
         result = run(server, given.streams, given.tokens, given.exchanges, random.Random(given.seed))
     finally:
         server.stop()
-    given.output.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    settings = {name: value for name, value in vars(given).items() if name != "output"}
+    given.output.write_text(json.dumps({"settings": settings, "environment": environment(), **result}) + "\n")
+    print(json.dumps({**result, "memory_mib": {**result["memory_mib"], "series": "in the file"}}, indent=2))
     if result["failed"] or result["wrong"]:
         raise SystemExit(1)
 
