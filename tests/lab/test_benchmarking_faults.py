@@ -108,8 +108,8 @@ def test_an_open_loop_counts_from_the_planned_start_and_reports_the_slip(stub, m
     one_at_a_time = OpenLoop(rate=40, arrivals="constant", limit=1)
     for load, late in ((OpenLoop(rate=40, arrivals="constant"), 0.0), (one_at_a_time, 0.475)):
         block = measure(20, load)
-        assert summary("e2e", block.requests).mean == about(0.2875, 0.1)  # request k, from 0, waits k times 25 ms
-        assert slip(block)[-1] == about(late, 0.12)
+        assert summary("e2e", block.requests).mean == about(0.2875, 0.15)  # request k, from 0, waits k times 25 ms
+        assert slip(block)[-1] == about(late, 0.25)
 
 
 @undisturbed
