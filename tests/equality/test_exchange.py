@@ -525,7 +525,7 @@ def test_two_hundred_exchanges_leave_nothing_behind(run, tiny, planted, monkeypa
         return Counter(type(thing).__name__ for thing in gc.get_objects() if issubclass(type(thing), kinds))
 
     gc.collect()
-    gc.disable()  # nothing of it hangs in a ring
+    gc.disable()
     request.addfinalizer(gc.enable)
     before = alive()
     for number in range(40):
@@ -539,6 +539,8 @@ def test_two_hundred_exchanges_leave_nothing_behind(run, tiny, planted, monkeypa
                 engine.built.exchange(["attention=NoNumbers"])
             assert engine.generate(prompts, 8) == expected
     assert engine.generate(prompts, 8) == expected, "which settles the last one"
+    assert set(alive() - before) == {"LeastRecentlyUsed"}, "a trie knows its parents, and has one; nothing else is a ring"
+    gc.collect()
     assert not alive() - before
     engine.assert_clean()
 
