@@ -30,6 +30,7 @@ from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.kvcache import EvictionPolicy, KVCacheManager
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.model import Model
+from hotswap.core.interfaces.operators import Operators
 from hotswap.core.interfaces.parallel import Deployment, Executor, Launcher, Router, ShardStrategy
 from hotswap.core.interfaces.quantization import Quantization
 from hotswap.core.interfaces.scheduler import QueuePolicy, Scheduler
@@ -41,7 +42,7 @@ CONTRACT_GROUP = PREFIX + "contract"
 
 INTERFACES: tuple[type[Component], ...] = (
     Scheduler, QueuePolicy, KVCacheManager, EvictionPolicy, AttentionBackend, Speculator, LogitsProcessor, Model,
-    Quantization, Executor, ShardStrategy, Launcher, Deployment, Router, KVTransfer, Observer, Workload,
+    Quantization, Operators, Executor, ShardStrategy, Launcher, Deployment, Router, KVTransfer, Observer, Workload,
 )
 """One a kind. A kind without a written contract cannot be registered."""
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from hotswap.core.interfaces.operators import OperatorSet
 from hotswap.core.interfaces.quantization import LinearWeight, Packed
 from hotswap.core.modeling.mesh import Mesh, Shard
+from hotswap.core.modeling.operators import TORCH_OPERATORS
 from hotswap.core.modeling.weights import WeightSource
 
 
@@ -90,18 +92,23 @@ class RowLinear:
 
 
 class RMSNorm:
-    """Root-mean-square normalisation (Zhang and Sennrich, 2019), computed in float32."""
+    """Root-mean-square normalisation; see ``OperatorSet.rms_norm``."""
 
-    def __init__(self, features: int, eps: float, dtype: torch.dtype, device: str) -> None:
-        self.eps = eps
+    def __init__(
+        self, features: int, eps: float, dtype: torch.dtype, device: str, operators: OperatorSet = TORCH_OPERATORS,
+    ) -> None:
+        self.eps, self.operators = eps, operators
         self.weight = torch.empty(features, dtype=dtype, device=device)
 
     def load(self, weights: WeightSource, name: str) -> None:
         self.weight.copy_(weights.take(f"{name}.weight", self.weight.shape))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        normed = functional.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
-        return normed.mul_(self.weight)
+        return self.operators.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, F] becomes x + residual; returns the norm of that."""
+        return self.operators.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class VocabEmbedding:
@@ -127,8 +134,8 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """x [N, features] -> logits [N, V] float32. ``tied``: the embedding whose table is this layer's weight, too; what
-    is not packed shares it, and what is packed is a second form of it.
+    """x [N, features] -> logits [N, V] of x's dtype. ``tied``: the embedding whose table is this layer's weight, too;
+    what is not packed shares it, and what is packed is a second form of it.
     """
 
     linear: Packed
@@ -149,4 +156,4 @@ class VocabHead:
             (name,), (rows,), None, self.dtype, self.device, head=True, tied=self.tied is not None))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mesh.gather("vocab", self.linear(x), -1, self.vocab_size).float()
+        return self.mesh.gather("vocab", self.linear(x), -1, self.vocab_size)

@@ -47,6 +47,7 @@ SUITES: dict[str, KitPart] = {
     "logits_processor": _part("logits", "LogitsProcessorSuite", "make_processor", cases=12),
     "model": _part("model", "ModelSuite", "make_model"),
     "quantization": _part("quantization", "QuantizationSuite", "make_quantization", shapes=((40, 96), (33, 64))),
+    "operators": _part("operators", "OperatorsSuite", "make_operators"),
     "executor": _part("executor", "ExecutorSuite", "make_executor"),
     "launcher": _part("launcher", "LauncherSuite", "make_launcher"),
     "shard": _part("shard", "ShardStrategySuite", "make_strategy"),

@@ -142,6 +142,10 @@ class Code:
             "load", f"v{self.lanes}{'f32' if of is F32 else 'i16'}.p0", vector(of, self.lanes),
             [self.at(address, vector(of, self.lanes)), I32(self.size_of(kind)), mask,
              ir.Constant(vector(of, self.lanes), None)])
+        return self.wide(raw, kind)
+
+    def wide(self, raw, kind):
+        """float32 from what numbers of ``kind`` are in memory."""
         if kind == types.float32:
             return raw
         if kind == types.int16:
@@ -150,8 +154,9 @@ class Code:
         return self.builder.bitcast(self.builder.shl(wide, integer(16, self.lanes)), self.zero.type)
 
     def write(self, value, address, kind, mask=None):
-        """Rounded to the nearest, and to the even one of two; NaN stays NaN."""
-        raw = self._rounded(value, kind)
+        self.put(self.narrow(value, kind), address, kind, mask)
+
+    def put(self, raw, address, kind, mask=None):
         if mask is None:
             self.store(raw, address)
         else:
@@ -169,7 +174,12 @@ class Code:
 
         self.over_row(size, 1, part)
 
-    def _rounded(self, value, kind):
+    def rounded(self, value, kind):
+        """float32 that numbers of ``kind`` hold."""
+        return self.wide(self.narrow(value, kind), kind)
+
+    def narrow(self, value, kind):
+        """What it is in memory, rounded to the nearest, and to the even one of two; NaN stays NaN."""
         b, lanes = self.builder, self.lanes
         if kind == types.float32:
             return value

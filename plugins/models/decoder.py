@@ -6,19 +6,21 @@ logits; H and K are those of this rank.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from hotswap.core.errors import ModelLoadError
 from hotswap.core.interfaces.attention import GroupShape
-from hotswap.core.interfaces.component import Description
+from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part
 from hotswap.core.interfaces.kvcache import CacheSpec
 from hotswap.core.interfaces.model import Attend, Model, ModelFacts
+from hotswap.core.interfaces.operators import OperatorSet
 from hotswap.core.interfaces.quantization import PACKED_WEIGHTS
 from hotswap.core.modeling.layers import Axis, ColumnLinear, RMSNorm, RowLinear, VocabEmbedding, VocabHead
 from hotswap.core.modeling.mesh import Mesh
-from hotswap.core.modeling.rope import RotaryEmbedding, rotate
+from hotswap.core.modeling.operators import TORCH_OPERATORS
+from hotswap.core.modeling.rope import RotaryEmbedding
 from hotswap.core.modeling.weights import WeightSource
 from hotswap.plugins.models.decoder_config import DecoderConfig
 from hotswap.plugins.models.mlp import MLP, GatedMLP, MixtureOfExperts, of_other_ranks
@@ -27,10 +29,16 @@ FULL, WINDOW = "full", "window"
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
+class DecoderOptions(ComponentOptions):
+    operators: Annotated[ComponentRef, Part("operators")] = ComponentRef(use="auto")
+    """Who computes norms, rotary embedding and gates."""
+
+
 class DecoderModel(Model):
     """For checkpoints of the Llama, Mistral, Mixtral, Qwen2 and Qwen3 families (Touvron et al., 2023; Jiang et al.,
     2023 and 2024; Yang et al., 2024 and 2025), with full or sliding-window attention."""
 
+    Options = DecoderOptions
     config: DecoderConfig
 
     @classmethod
@@ -55,15 +63,16 @@ class DecoderModel(Model):
         self.config = c = DecoderConfig.from_hf(config)
         self.mesh = mesh
         self.dtype = dtype
+        operators = self.parts["operators"].bind(device, dtype) if self.parts else TORCH_OPERATORS
         stage = mesh.shard("layers", c.num_layers)
         self.is_first, self.is_last = stage.start == 0, stage.stop == c.num_layers
-        self.layers = [DecoderLayer(i, c, mesh, dtype, device) for i in range(stage.start, stage.stop)]
+        self.layers = [DecoderLayer(i, c, mesh, dtype, device, operators) for i in range(stage.start, stage.stop)]
         self.rope = RotaryEmbedding(c.rope, dtype, device)
         if self.is_first:
             self.embedding = VocabEmbedding(mesh, c.vocab_size, c.hidden_size, dtype, device)
         if self.is_last:
             tied = self.embedding if c.tied and self.is_first else None
-            self.norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
+            self.norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device, operators)
             self.lm_head = VocabHead(mesh, c.vocab_size, c.hidden_size, dtype, device, tied)
 
     def cache_specs(self) -> list[CacheSpec]:
@@ -128,10 +137,12 @@ class DecoderModel(Model):
         if "embedding" in taps:
             taps["embedding"] = x
         cos, sin = self.rope(positions)
+        delta: torch.Tensor | None = None
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-            if (name := f"layer:{layer.index}") in taps:
-                taps[name] = x
+            x, delta = layer(x, delta, cos, sin, attend)
+            if taps and (name := f"layer:{layer.index}") in taps:
+                taps[name] = x + delta
+        x = x if delta is None else x + delta
         if "final" in taps:
             taps["final"] = self.norm(x)
         return x
@@ -145,7 +156,7 @@ class DecoderModel(Model):
         return self.embedding(ids)
 
     def unembed(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(rows)
+        return self.lm_head(rows).float()
 
     def head(self, rows: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.norm(rows))
@@ -159,10 +170,15 @@ class DecoderModel(Model):
 
 
 class DecoderLayer:
-    """x [T, hidden] -> x + attention(norm(x)), then x + mlp(norm(x)), where ``mlp`` is what the config says."""
+    """x [T, hidden] -> x + attention(norm(x)), then x + mlp(norm(x)), where ``mlp`` is what the config says.
 
-    def __init__(self, index: int, c: DecoderConfig, mesh: Mesh, dtype: torch.dtype, device: str) -> None:
-        self.index = index
+    The last addition is left to the next layer, whose norm is one operator with it.
+    """
+
+    def __init__(
+        self, index: int, c: DecoderConfig, mesh: Mesh, dtype: torch.dtype, device: str, operators: OperatorSet,
+    ) -> None:
+        self.index, self.operators = index, operators
         self.group = FULL if c.windows[index] is None else WINDOW
         self.head_dim = c.head_dim
         heads, kv_heads = Axis("heads", c.heads, c.head_dim), Axis("kv_heads", c.kv_heads, c.head_dim)
@@ -172,12 +188,12 @@ class DecoderLayer:
             c.qkv_bias, dtype, device)
         self.out = RowLinear(mesh, heads, c.hidden_size, c.out_bias, dtype, device)
         self.mlp: MLP = (
-            MixtureOfExperts(c.experts, c.hidden_size, mesh, dtype, device) if c.experts and index in c.experts.layers
-            else GatedMLP(c, mesh, dtype, device))
-        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps, dtype, device) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps, dtype, device) if c.qk_norm else None
+            MixtureOfExperts(c.experts, c.hidden_size, mesh, dtype, device, operators)
+            if c.experts and index in c.experts.layers else GatedMLP(c, mesh, dtype, device, operators))
+        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device, operators)
+        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device, operators)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps, dtype, device, operators) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps, dtype, device, operators) if c.qk_norm else None
 
     def load(self, weights: WeightSource) -> None:
         prefix = f"model.layers.{self.index}."
@@ -190,15 +206,25 @@ class DecoderLayer:
         self.mlp_norm.load(weights, f"{prefix}post_attention_layernorm")
         self.mlp.load(weights, prefix)
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = x + self._attention(self.attention_norm(x), cos, sin, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(
+        self, x: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``delta``: what is still to be added to ``x``, and may be written to; None: nothing. Returns both anew."""
+        if delta is None:
+            normed = self.attention_norm(x)
+        else:
+            normed, x = self.attention_norm.add(delta, x), delta
+        delta = self._attention(normed, cos, sin, attend)
+        normed, x = self.mlp_norm.add(delta, x), delta
+        return x, self.mlp(normed)
 
     def _attention(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2K, D]
-        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        qk, v = qkv.split_with_sizes((self.heads + self.kv_heads, self.kv_heads), 1)
         if self.q_norm and self.k_norm:
-            qk = torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], 1)
-        qk = rotate(qk, cos, sin)
-        y = attend(self.index, qk[:, : self.heads], qk[:, self.heads :], v)
+            q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
+        self.operators.rotate(qk, cos, sin)
+        q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
+        y = attend(self.index, q, k, v)
         return self.out(y.reshape(len(x), -1))

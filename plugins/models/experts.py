@@ -6,6 +6,7 @@ Legend of shapes: T tokens, k experts a token, E experts of this rank, I an expe
 import torch
 from torch.nn import functional
 
+from hotswap.core.interfaces.operators import OperatorSet
 from hotswap.core.modeling.layers import Axis
 from hotswap.core.modeling.mesh import Mesh
 from hotswap.core.modeling.weights import WeightSource
@@ -17,8 +18,10 @@ class Experts:
     the start, padding included. ``grouped``: one multiplication for all experts, which reads no count back to the host.
     """
 
-    def __init__(self, c: ExpertsConfig, hidden_size: int, mesh: Mesh, dtype: torch.dtype, device: str) -> None:
-        self.config, self.hidden_size = c, hidden_size
+    def __init__(
+        self, c: ExpertsConfig, hidden_size: int, mesh: Mesh, dtype: torch.dtype, device: str, operators: OperatorSet,
+    ) -> None:
+        self.config, self.hidden_size, self.operators = c, hidden_size, operators
         self.part, self.inner = mesh.shard("expert", c.count), Axis("expert_mlp", c.size).part(mesh)
         size = self.inner.count
         self.gate_up = torch.empty(self.part.count, 2 * size, hidden_size, dtype=dtype, device=device)
@@ -60,8 +63,8 @@ class Experts:
         # Not bincount, which has to know its result's size and so waits for the device.
         counts = local.new_zeros(num_local + 1).scatter_add_(0, local, torch.ones_like(local))[:num_local]
         self.load_counts += counts
-        gate, up = self._multiply(x[order // top_k], self.gate_up, counts).chunk(2, -1)
-        sorted_rows = self._multiply(functional.silu(gate) * up, self.down, counts)
+        gated = self.operators.silu_mul(self._multiply(x[order // top_k], self.gate_up, counts))
+        sorted_rows = self._multiply(gated, self.down, counts)
         rows = torch.empty_like(sorted_rows)
         rows[order] = sorted_rows
         rows = rows.view(num_tokens, top_k, self.hidden_size)

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from hotswap.core.interfaces.operators import OperatorSet
 from hotswap.core.modeling.layers import Axis, ColumnLinear, RowLinear
 from hotswap.core.modeling.mesh import Mesh, Routed
 from hotswap.core.modeling.weights import WeightSource
@@ -15,7 +16,7 @@ from hotswap.plugins.models.experts import Experts
 
 
 class MLP(Protocol):
-    """x [T, hidden] -> [T, hidden], complete on every rank."""
+    """x [T, hidden] -> [T, hidden], complete on every rank, and a tensor that nobody else has."""
 
     def load(self, weights: WeightSource, layer: str) -> None:
         """``layer``: the layer's prefix, "model.layers.0."."""
@@ -26,7 +27,10 @@ class MLP(Protocol):
 class GatedMLP:
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, c: DecoderConfig, mesh: Mesh, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, c: DecoderConfig, mesh: Mesh, dtype: torch.dtype, device: str, operators: OperatorSet,
+    ) -> None:
+        self.operators = operators
         inner = Axis("mlp", c.mlp_size)
         self.gate_up = ColumnLinear(
             mesh, c.hidden_size, [("gate_proj", inner), ("up_proj", inner)], c.mlp_bias, dtype, device)
@@ -37,8 +41,7 @@ class GatedMLP:
         self.down.load(weights, f"{layer}mlp.down_proj")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(functional.silu(gate) * up)
+        return self.down(self.operators.silu_mul(self.gate_up(x)))
 
 
 class MixtureOfExperts:
@@ -48,10 +51,12 @@ class MixtureOfExperts:
     have it: softmax over all experts in float32, no capacity limit, no token dropped.
     """
 
-    def __init__(self, c: ExpertsConfig, hidden_size: int, mesh: Mesh, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, c: ExpertsConfig, hidden_size: int, mesh: Mesh, dtype: torch.dtype, device: str, operators: OperatorSet,
+    ) -> None:
         self.config, self.mesh = c, mesh
         self.router = torch.empty(c.count, hidden_size, dtype=torch.float32, device=device)
-        self.experts = Experts(c, hidden_size, mesh, dtype, device)
+        self.experts = Experts(c, hidden_size, mesh, dtype, device, operators)
 
     def load(self, weights: WeightSource, layer: str) -> None:
         # transformers may write its own layout, too, where every family's block is called the same.

@@ -31,7 +31,7 @@ IMPORT_TIMEOUT_S = 60.0
 HEAVY = ("torch", "transformers", "triton", "ray", "scipy", "pandas", "matplotlib", "tensorflow", "jax", "fastapi")
 """Packages whose import takes long: they are named where a component brings them."""
 
-THERE_ANYWAY = {"attention": ("torch",), "model": ("torch",), "quantization": ("torch",)}
+THERE_ANYWAY = {"attention": ("torch",), "model": ("torch",), "quantization": ("torch",), "operators": ("torch",)}
 """By kind: what is imported before such a component is, wherever it is used."""
 
 ENDS = ("import", "contract", "options", "description")

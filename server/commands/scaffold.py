@@ -28,6 +28,7 @@ SELECTED = {
     "logits_processor": "logits_processors: [penalties, bias, bad_words, min_tokens, mypart]",
     "model": "model: {name: smollm2-135m-instruct, use: mypart}",
     "quantization": "quantization: {use: mypart, keep: [lm_head]}",
+    "operators": "model: {name: smollm2-135m-instruct, operators: mypart}",
     "executor": "execution: {use: mypart, depth: 2}",
     "launcher": "execution: {use: processes, launcher: mypart}",
     "shard": "parallel: [{use: mypart, size: 2}]",

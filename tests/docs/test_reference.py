@@ -139,7 +139,7 @@ def default_components() -> set[tuple[str, str]]:
     chosen.remove(("executor", "auto"))
     chosen.add(("executor", choose_executor(Registry(), ComponentRef(use="auto"), {})[0].use))
     chosen |= {(LISTS[section][0], ref.use) for section in LISTS for ref in getattr(config, section)}
-    chosen |= {("queue_policy", "fcfs"), ("eviction_policy", "lru"), ("launcher", "local")}
+    chosen |= {("queue_policy", "fcfs"), ("eviction_policy", "lru"), ("launcher", "local"), ("operators", "auto")}
     return chosen | {("model", config.model.fallback)}
 
 

@@ -906,6 +906,69 @@ class Favourite(T.router.MyPart):
         return candidates[0].engine
 
 
+# ---------------------------------------------------------------------- operators
+
+
+def with_operator(**operators):
+    """A component whose set has other operators."""
+    changed = type("Changed", (T.operators.MySet,), operators)
+    return lambda self, device, dtype: changed()
+
+
+def normed_over_all(self, x, weight, eps):
+    return x * (x.float().square().mean() + eps).rsqrt().to(x.dtype) * weight
+
+
+def normed_in_its_dtype(self, x, weight, eps):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def added_to_the_residual(self, x, residual, weight, eps):
+    residual += x
+    return self.rms_norm(residual, weight, eps)
+
+
+def rotated_half_by_half(self, x, cos, sin):
+    first, second = x.chunk(2, -1)
+    first.copy_(first * cos - second * sin)
+    second.copy_(second * cos + first * sin)
+
+
+def gated_by_exponentials(self, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return gate * gate.exp() / (1 + gate.exp()) * up
+
+
+class NormsAllTogether(T.operators.MyPart):
+    """a norm is over all rows of the step"""
+
+    bind = with_operator(rms_norm=normed_over_all)
+
+
+class SquaresIn16Bits(T.operators.MyPart):
+    """squares overflow in 16 bits"""
+
+    bind = with_operator(rms_norm=normed_in_its_dtype)
+
+
+class ChangesTheResidual(T.operators.MyPart):
+    """the sum is left in the residual"""
+
+    bind = with_operator(add_rms_norm=added_to_the_residual)
+
+
+class ReadsWhatItWrote(T.operators.MyPart):
+    """the second half of a pair is turned with the new first one"""
+
+    bind = with_operator(rotate=rotated_half_by_half)
+
+
+class OverflowsInTheGate(T.operators.MyPart):
+    """a large gate gives no number"""
+
+    bind = with_operator(silu_mul=gated_by_exponentials)
+
+
 # ---------------------------------------------------------------------- observer and workload
 
 
@@ -1061,6 +1124,13 @@ FAULTS: dict[str, dict[type, str]] = {
         LooksBack: "test_what_it_was_given_may_change_afterwards",
         ScalesInPlace: "test_packing_leaves_the_weights_alone",
         DividesByNothing: "test_nothing_times_anything_is_nothing",
+    },
+    "operators": {
+        NormsAllTogether: "test_a_row_does_not_depend_on_its_neighbours",
+        SquaresIn16Bits: "test_large_and_small_values_are_normed_without_overflow",
+        ChangesTheResidual: "test_the_sum_is_left_in_the_first_and_the_residual_is_not_touched",
+        ReadsWhatItWrote: "test_pairs_are_rotated_in_place_and_what_lies_beside_them_is_not",
+        OverflowsInTheGate: "test_a_gate_agrees_with_its_definition_whatever_it_is_given",
     },
     "executor": {
         WaitsInSubmit: "test_submit_returns_before_the_step_has_run",

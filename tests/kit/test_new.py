@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from hotswap.core.config import load_config
 from hotswap.core.config.check import check_config
+from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.registry import INTERFACES, Registry
 from hotswap.core.testing.suites import SUITES
 from hotswap.server.cli import main
@@ -131,6 +132,9 @@ def test_each_config_passes_the_check_and_names_the_part(projects, kind, source)
     if kind == "model":  # is built with its checkpoint
         assert config.model.use == "GroveForCausalLM"
         assert registry.load("model", config.model.use).__name__ == "GroveForCausalLM"
+    elif kind == "operators":  # a part of the model
+        model = registry.build("model", ComponentRef(use="LlamaForCausalLM", **config.model.options), "model")
+        assert "operators:my_operators" in labels([model])
     else:
         assert f"{kind}:my_{kind}" in labels(checked.built.values()), "the config selects another"
 

@@ -11,6 +11,7 @@ import pytest
 from hotswap.core.hooks import Observer
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.model import Model
+from hotswap.core.interfaces.operators import Operators
 from hotswap.core.interfaces.parallel import Deployment, Executor, Launcher, MeshDim, RankPlan, ShardStrategy
 from hotswap.core.interfaces.scheduler import QueuePolicy
 from hotswap.core.interfaces.speculator import Speculator
@@ -21,6 +22,7 @@ from hotswap.core.testing.executor import ExecutorSuite
 from hotswap.core.testing.launcher import LauncherSuite
 from hotswap.core.testing.model import ModelSuite
 from hotswap.core.testing.observer import ObserverSuite
+from hotswap.core.testing.operators import OperatorsSuite
 from hotswap.core.testing.queue_policy import QueuePolicySuite
 from hotswap.core.testing.rig import build
 from hotswap.core.testing.shard import ShardStrategySuite
@@ -91,6 +93,11 @@ class TestMixtral(ModelSuite):
 class TestFallback(ModelSuite):
     def make_model(self) -> Model:
         return build("model", "transformers")
+
+
+class TestTorchOperators(OperatorsSuite):
+    def make_operators(self) -> Operators:
+        return build("operators", "torch")
 
 
 class TestInline(ExecutorSuite):
