@@ -12,7 +12,25 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from hotswap.core.errors import ConfigError, ModelLoadError
-from hotswap.core.modeling.token_bound import TokenBound, bound_of
+from hotswap.core.modeling.token_bound import TokenBound, bound_of, byte_level_alphabet
+
+
+class TokenBytes(dict[int, bytes]):
+    """What each token of a byte-level vocabulary is spelled in, looked up when it is first asked for. A text is the
+    bytes of its tokens joined, whatever stands beside what."""
+
+    _ALPHABET = byte_level_alphabet()
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, id: int) -> bytes:
+        token, alphabet = self._backend.id_to_token(id) or "", self._ALPHABET
+        known = all(character in alphabet for character in token)
+        spelled = self[id] = bytes(alphabet[character] for character in token) if known else token.encode()
+        return spelled
+
 
 _LONG = 2_000
 """Characters beyond which encoding must not hold up Python's other threads."""
@@ -67,6 +85,11 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         id: int | None = self.backend.token_to_id(token)
         return id
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """None where a token's text depends on others, or on rules beyond bytes."""
+        return TokenBytes(self.backend) if isinstance(self.backend.decoder, decoders.ByteLevel) else None
 
     @cached_property
     def _bound(self) -> TokenBound | None:

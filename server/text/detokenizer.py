@@ -1,8 +1,10 @@
 """Output tokens to text, one step at a time: no half characters, no lost spaces, no leaked part of a stop string."""
 
+import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
-from hotswap.core.modeling.tokenizer import Tokenizer
+from hotswap.core.modeling.tokenizer import TokenBytes, Tokenizer
 from hotswap.core.request import TextDelta
 from hotswap.server.text.stops import StopMatcher
 
@@ -17,8 +19,43 @@ _LONGEST_WINDOW = 64
 """Bound on the window where no clean cut comes along, so that hostile output stays linear."""
 
 
-class IncrementalDecoder:
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class IncrementalDecoder(Protocol):
     """Decodes a growing list of tokens. What it returns, joined, equals decoding all of them at once."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Append tokens; returns the text that is certain."""
+
+    def finish(self) -> str:
+        """What was held back; half a character becomes U+FFFD."""
+
+
+def incremental_decoder(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> IncrementalDecoder:
+    table = tokenizer.token_bytes
+    if table is None:
+        return WindowDecoder(tokenizer, skip_special_tokens)
+    return ByteDecoder(table, tokenizer.special_ids if skip_special_tokens else frozenset())
+
+
+class ByteDecoder:
+    """Of a byte-level vocabulary: joins bytes, without asking the tokenizer. ``hidden`` tokens have no text."""
+
+    def __init__(self, table: TokenBytes, hidden: frozenset[int]) -> None:
+        self._table, self._hidden = table, hidden
+        self._characters = _UTF8("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        table, hidden = self._table, self._hidden
+        return self._characters.decode(b"".join([table[token] for token in token_ids if token not in hidden]))
+
+    def finish(self) -> str:
+        return self._characters.decode(b"", final=True)
+
+
+class WindowDecoder:
+    """Of any vocabulary: decodes the last tokens again with each new one, and finds out what is new of the text."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
@@ -28,7 +65,6 @@ class IncrementalDecoder:
         self._clean = 0  # a length of the window, before the present one, at which its text ended in a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Append tokens; returns the text that is certain."""
         hidden, known = self._hidden, self._tokenizer.vocab_size
         visible = [token for token in token_ids if token not in hidden and token < known]
         if not visible:
@@ -47,7 +83,6 @@ class IncrementalDecoder:
         return delta
 
     def finish(self) -> str:
-        """What was held back; half a character becomes U+FFFD."""
         text = self._decode(self._window)[self._sent :]
         self._window, self._sent, self._clean = [], 0, 0
         return text
@@ -90,7 +125,7 @@ class StreamDetokenizer:
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
+        self._decoder = incremental_decoder(tokenizer, skip_special_tokens)
         self._stops = StopMatcher(stop) if any(stop) else None
         self._include_stop = include_stop
         self._held = ""

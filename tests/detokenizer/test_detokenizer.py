@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from hotswap.core.modeling.checkpoint import open_checkpoint
 from hotswap.core.modeling.tokenizer import Tokenizer
-from hotswap.server.text.detokenizer import IncrementalDecoder, StreamDetokenizer
+from hotswap.server.text.detokenizer import ByteDecoder, StreamDetokenizer, WindowDecoder, incremental_decoder
 from hotswap.server.text.tokens import TokenTexts
 
 TEXTS = ["한국어 🙂 é", " a  b", "\n x", "naïve café 👩‍👩‍👧 done", "日本語。", "", " ", "▁ tricky", "�", "a�b"]
@@ -44,8 +44,8 @@ SMOLLM2 = open_checkpoint("smollm2-135m-instruct", progress=False).tokenizer()
 ALL = pytest.mark.parametrize("tokenizer", [BYTES, PIECES, SMOLLM2], ids=["bytes", "pieces", "smollm2"])
 
 
-def pieces_of(tokenizer: Tokenizer, ids: list[int], sizes: list[int] = [1]) -> list[str]:  # noqa: B006
-    decoder, parts, begin, turn = IncrementalDecoder(tokenizer), [], 0, 0
+def pieces_of(tokenizer: Tokenizer, ids: list[int], sizes: list[int] = [1], make=incremental_decoder):  # noqa: B006
+    decoder, parts, begin, turn = make(tokenizer), [], 0, 0
     while begin < len(ids):
         size = sizes[turn % len(sizes)]
         parts.append(decoder.push(ids[begin : begin + size]))
@@ -77,7 +77,8 @@ def test_half_a_character_at_the_end_is_flushed():
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 256), max_size=90), st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_any_bytes_at_all_give_what_decoding_at_once_gives(ids, sizes):
-    assert "".join(pieces_of(BYTES, ids, sizes)) == BYTES.decode(ids)
+    for make in (incremental_decoder, WindowDecoder):
+        assert "".join(pieces_of(BYTES, ids, sizes, make)) == BYTES.decode(ids)
 
 
 @settings(max_examples=300, deadline=None)
@@ -85,7 +86,13 @@ def test_any_bytes_at_all_give_what_decoding_at_once_gives(ids, sizes):
     st.lists(st.integers(0, SMOLLM2.vocab_size - 1), max_size=60),
     st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_any_tokens_of_smollm2_give_what_decoding_at_once_gives(ids, sizes):
-    assert "".join(pieces_of(SMOLLM2, ids, sizes)) == SMOLLM2.decode(ids)
+    for make in (incremental_decoder, WindowDecoder):
+        assert "".join(pieces_of(SMOLLM2, ids, sizes, make)) == SMOLLM2.decode(ids)
+
+
+def test_a_byte_level_vocabulary_is_decoded_without_its_tokenizer():
+    assert isinstance(incremental_decoder(SMOLLM2), ByteDecoder) and isinstance(incremental_decoder(BYTES), ByteDecoder)
+    assert isinstance(incremental_decoder(PIECES), WindowDecoder)
 
 
 @settings(max_examples=300, deadline=None)
@@ -96,7 +103,8 @@ def test_any_text_survives_sentencepiece(text, sizes):
 
 
 def test_ids_beyond_the_tokenizer_are_nothing():
-    assert pieces_of(PIECES, [PIECES.encode("a")[0], 100_000, PIECES.vocab_size]) == ["a", "", "", ""]
+    for tokenizer in (PIECES, BYTES):
+        assert pieces_of(tokenizer, [tokenizer.encode("a")[0], 100_000, tokenizer.vocab_size]) == ["a", "", "", ""]
 
 
 def test_control_tokens_show_only_when_asked_for():
