@@ -1,4 +1,4 @@
-"""What a step costs on the host, without a model: plan, message, verdict, commit, delivery.
+"""What a step costs outside the model: plan, message, layout, sampling, verdict, commit, text, delivery.
 
     python benchmarks/control_plane.py [--only decode256] [--repeats 5] [--json FILE]
 
@@ -7,6 +7,10 @@ and admission of prompts of 512 and 8,192 tokens, new and seen before. Everythin
 prefix cache with sha256 keys, chunked scheduler, undo journal. Making up the model's answer is not timed; nor are HTTP,
 tokenizing and detokenizing. Times are microseconds of this thread's processor: median of the steps, then median and
 range over the repeats.
+
+``step64`` is a whole step of 64 greedy decodes: the loop, a real worker with a model and an attention backend that
+compute nothing and give 49,152 logits a row in bfloat16, and text, where the tokenizer of smollm2-135m-instruct is
+installed. ``worker_us`` is wall time, since torch may use several threads. ``sampled64`` has a temperature and top-p.
 """
 
 import argparse
@@ -17,23 +21,76 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.engine.parts import Parts
+from hotswap.core.errors import ConfigError
+from hotswap.core.execution.settings import WorkerSettings
+from hotswap.core.execution.worker import ModelWorker
+from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport, BatchLimits, GroupShape
 from hotswap.core.interfaces.component import ComponentRef
-from hotswap.core.interfaces.kvcache import CacheConstraints, CacheSpec
+from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan, CacheSpec
 from hotswap.core.interfaces.messages import RowVerdict, StepMessage, Verdict
+from hotswap.core.interfaces.model import Model, ModelFacts
 from hotswap.core.interfaces.parallel import Executor
 from hotswap.core.live import ObserverHub
+from hotswap.core.modeling.checkpoint import open_checkpoint
+from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.core.registry import Registry
 from hotswap.core.request import Request, RequestOutput, SamplingParams
+from hotswap.server.text.detokenizer import StreamDetokenizer
 
 VOCABULARY = range(1000, 49000)  # beyond CPython's small-integer cache, as real ids mostly are
 PAGE_SIZE = 16
+VOCAB_SIZE = 49_152
+
+
+class NoModel(Model):
+    """Knows what it will say, at once."""
+
+    @classmethod
+    def facts(cls, config: dict[str, Any]) -> ModelFacts:
+        return ModelFacts("NoModel", 1, 1, VOCAB_SIZE, 16_384)
+
+    def build(self, config: Any, mesh: Any, dtype: Any, device: str) -> None:
+        random_ = torch.Generator().manual_seed(0)
+        self.hidden = torch.zeros(4096, 1, dtype=dtype)
+        self.logits = torch.randn(256, VOCAB_SIZE, generator=random_).to(dtype)
+
+    def load(self, weights: Any) -> None: ...
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [CacheSpec("full", (0,), 1, 64, 128)]
+
+    def attention_shapes(self, page_sizes: dict[str, int]) -> dict[str, GroupShape]:
+        return {"full": GroupShape(1, 1, 64, page_sizes.get("full", 0), 0.125)}
+
+    def forward(self, inputs: torch.Tensor, positions: Any, attend: Any, taps: Any = None) -> torch.Tensor:
+        return self.hidden[: len(inputs)]
+
+    def head(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.logits[: len(rows)]
+
+
+class NoAttention(AttentionBackend):
+    def support(self) -> AttentionSupport:
+        return AttentionSupport()
+
+    def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(1), torch.zeros(1)
+
+    def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> None: ...
+
+    def plan(self, state: Any, layout: Any) -> None: ...
+
+    def run(self, state: Any, q: Any, k: Any, v: Any, cache: Any, out: Any) -> None: ...
 
 
 class MadeUp(Executor):
@@ -84,14 +141,35 @@ class MadeUp(Executor):
     def stop(self) -> None: ...
 
 
+class Worked(MadeUp):
+    """Has a worker answer, when it is asked to."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__(random.Random(0))
+        model, processors = NoModel(), ("penalties", "bias", "bad_words", "min_tokens")
+        model.build({}, None, torch.bfloat16, "cpu")
+        self.worker = ModelWorker(
+            model, model.facts({}), NoAttention(), registry.build("speculator", ComponentRef(use="none"), "speculator"),
+            [registry.build("logits_processor", ComponentRef(use=use), "") for use in processors],
+            WorkerSettings("bfloat16", "cpu", 16_384, 2048, 256), SystemClock().now)
+
+    def allocate(self, plan: CachePlan) -> None:
+        self.worker.allocate(plan)
+
+    def answer(self) -> None:
+        assert self.message is not None
+        self.verdict = self.worker.execute(self.message)
+
+
 @dataclass
 class Timer:
+    clock: Callable[[], int] = time.thread_time_ns
     total_ns: int = 0
 
     def __call__(self, function: Callable[[], Any]) -> Any:
-        begun = time.thread_time_ns()
+        begun = self.clock()
         result = function()
-        self.total_ns += time.thread_time_ns() - begun
+        self.total_ns += self.clock() - begun
         return result
 
 
@@ -100,13 +178,16 @@ def ignore(output: RequestOutput) -> None:
 
 
 class Bench:
-    def __init__(self, scheduler: str, kv: str, num_pages: int, max_batch_tokens: int, seed: int) -> None:
+    def __init__(
+        self, scheduler: str, kv: str, num_pages: int, max_batch_tokens: int, seed: int, *, works: bool = False,
+        sampling: dict[str, float] | None = None, tokenizer: Tokenizer | None = None,
+    ) -> None:
         registry = Registry()
-        self.rng = random.Random(seed)
-        self.executor = MadeUp(self.rng)
+        self.rng, self.sampling, self.tokenizer = random.Random(seed), sampling or {"temperature": 0}, tokenizer
+        self.executor = Worked(registry) if works else MadeUp(self.rng)
         manager = registry.build("kvcache", ComponentRef(use=kv), "kvcache")
-        manager.configure([CacheSpec("full", (0,), 1, 64, 128)], 0, CacheConstraints(
-            16_384, 256, page_size=PAGE_SIZE, num_pages=num_pages))
+        self.executor.allocate(manager.configure([CacheSpec("full", (0,), 1, 64, 128)], 0, CacheConstraints(
+            16_384, 256, page_size=PAGE_SIZE, num_pages=num_pages)))
         parts = Parts(registry.build("scheduler", ComponentRef(use=scheduler), "scheduler"), manager, self.executor,
                       ObserverHub())
         self.loop = EngineLoop(parts, Limits(max_batch_tokens, 256, 16_384), SystemClock())
@@ -117,21 +198,44 @@ class Bench:
 
     def add(self, prompt: list[int], max_tokens: int) -> None:
         self.count += 1
-        self.loop.add(Request(f"r{self.count}", prompt, SamplingParams(temperature=0, max_tokens=max_tokens)), ignore)
+        text = StreamDetokenizer(self.tokenizer) if self.tokenizer is not None else None
+        self.loop.add(Request(
+            f"r{self.count}", prompt, SamplingParams(**self.sampling, max_tokens=max_tokens, seed=self.count),
+            detokenizer=text), ignore)
 
-    def step(self) -> tuple[int, int]:
-        """(plan, collect) nanoseconds."""
-        plan, collect = Timer(), Timer()
+    def step(self) -> tuple[int, int, int]:
+        """(plan, worker, collect) nanoseconds."""
+        plan, worker, collect = Timer(), Timer(time.perf_counter_ns), Timer()
         plan(self.loop.plan_and_submit)
-        self.executor.answer()
+        worker(self.executor.answer)
         collect(self.loop.collect)
-        return plan.total_ns, collect.total_ns
+        return plan.total_ns, worker.total_ns, collect.total_ns
 
 
 def steady(
     running: int, waiting: int = 0, num_pages: int = 100_000, kv: str = "prefix", seed: int = 1,
 ) -> dict[str, float]:
-    bench = Bench("chunked", kv, num_pages, 2048, seed)
+    result = decoding(Bench("chunked", kv, num_pages, 2048, seed), running, waiting)
+    result.pop("worker_us")
+    return result | {"step_us": sum(result.values())}
+
+
+def whole(running: int, sampling: dict[str, float]) -> dict[str, float]:
+    bench = Bench("chunked", "prefix", 100_000, 2048, 1, works=True, sampling=sampling, tokenizer=tokenizer())
+    result = decoding(bench, running)
+    return result | {"step_us": sum(result.values())}
+
+
+@cache
+def tokenizer() -> Tokenizer | None:
+    try:
+        return open_checkpoint("smollm2-135m-instruct", progress=False).tokenizer()
+    except ConfigError:
+        return None
+
+
+def decoding(bench: Bench, running: int, waiting: int = 0) -> dict[str, float]:
+    """Medians of the parts of a step with ``running`` decodes."""
     for i in range(running):
         bench.add(bench.prompt(512 + i % PAGE_SIZE), 4096)
     while any(state.output_length == 0 for state in bench.loop.pool.states.values()):
@@ -146,8 +250,8 @@ def steady(
     steps = [bench.step() for _ in range(256)]
     gc.unfreeze()
     assert bench.loop.pool.waiting == waiting
-    plan, collect = (statistics.median(part) / 1e3 for part in zip(*steps, strict=True))
-    return {"plan_us": plan, "collect_us": collect, "step_us": statistics.median(sum(s) for s in steps) / 1e3}
+    parts = (statistics.median(part) / 1e3 for part in zip(*steps, strict=True))
+    return dict(zip(("plan_us", "worker_us", "collect_us"), parts, strict=True))
 
 
 def admission(length: int, batch: int, rounds: int, seed: int = 1) -> dict[str, float]:
@@ -170,6 +274,8 @@ def admission(length: int, batch: int, rounds: int, seed: int = 1) -> dict[str, 
 
 
 SCENARIOS: dict[str, Callable[[], dict[str, float]]] = {
+    "step64": lambda: whole(64, {"temperature": 0}),
+    "sampled64": lambda: whole(64, {"temperature": 0.8, "top_p": 0.95}),
     "decode64": lambda: steady(64),
     "decode256": lambda: steady(256),
     "decode256_paged": lambda: steady(256, kv="paged"),

@@ -16,9 +16,10 @@ from control_plane import Bench
 LAYERS = 30
 PER_STEP_IN_WORKER = {
     "executor.submit/collect": 2, "attention.plan": 1, "attention.run": LAYERS, "model.forward": 1, "model.head": 1,
-    "speculator.needs": 0,
+    "operators.add_rms_norm": 2 * LAYERS - 1, "operators.rms_norm": 2, "operators.rotate": LAYERS,
+    "operators.silu_mul": LAYERS, "speculator.needs": 0,
 }
-"""From ``core/execution/runner.py``: a decode step without drafts and processors."""
+"""From ``core/execution/runner.py`` and ``plugins/models/decoder.py``: a decode step without drafts and processors."""
 
 
 class Counted:

@@ -5,6 +5,7 @@ A step's inputs are gathered from these arrays, so that the host needs to send n
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -50,12 +51,15 @@ class PageTable:
 
 
 class RequestTable:
-    """``tokens`` [slots, max_tokens] int32: known tokens, behind which a step writes its drafts. ``known`` and
-    ``computed`` [slots]: the true counts; the groups ``lagging`` are ``lag`` tokens behind. ``max_tokens`` is the
-    longest request with its drafts."""
+    """``tokens`` [slots, max_tokens] int32: known tokens, behind which a step writes its drafts; the first ``prompts``
+    [slots] of them are the prompt. ``known`` and ``computed`` [slots]: the true counts; the groups ``lagging`` are
+    ``lag`` tokens behind. ``max_tokens`` is the longest request with its drafts. ``version`` is another one whenever a
+    request has come, gone or failed."""
 
     def __init__(self, plan: CachePlan, slots: int, max_tokens: int, lagging: Iterable[str] = ()) -> None:
+        self.version = 0
         self.tokens = np.zeros((slots, max_tokens), np.int32)
+        self.prompts = np.zeros(slots, np.int64)
         self.known = np.zeros(slots, np.int64)
         self.computed = np.zeros(slots, np.int64)
         self.lag = np.zeros(slots, np.int64)
@@ -81,7 +85,9 @@ class RequestTable:
             self._grow()
         slot = self._free.pop()
         self._residents[new.id] = Resident(new, slot)
+        self.version += 1
         self.tokens[slot, : len(new.tokens)] = new.tokens
+        self.prompts[slot] = new.prompt_length
         self.known[slot], self.computed[slot], self.lag[slot] = len(new.tokens), 0, 0
 
     def remove(self, request: str) -> bool:
@@ -92,6 +98,7 @@ class RequestTable:
         for table in self.tables.values():
             table.clear(resident.slot)
         self._free.append(resident.slot)
+        self.version += 1
         return True
 
     def resume(self, request: str, computed: int) -> None:
@@ -110,6 +117,7 @@ class RequestTable:
                 self.tables[group].apply(resident.slot, change)
 
     def fail(self, requests: Iterable[str], error: str) -> None:
+        self.version += 1
         for request in requests:
             resident = self._residents.get(request)
             if resident is not None:
@@ -125,7 +133,7 @@ class RequestTable:
     def append(self, slots: IntArray, kept: Sequence[Sequence[int]]) -> None:
         """Each slot's kept tokens become known."""
         counts = np.fromiter(map(len, kept), np.int64, len(kept))
-        flat = np.fromiter((token for row in kept for token in row), np.int32, int(counts.sum()))
+        flat = np.fromiter(chain.from_iterable(kept), np.int32, int(counts.sum()))
         within = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.tokens[np.repeat(slots, counts), np.repeat(self.known[slots], counts) + within] = flat
         self.known[slots] += counts
@@ -145,9 +153,9 @@ class RequestTable:
         """Raise where a row would write beyond its pages, into the dummy page: the host has granted too little."""
         for group in groups:
             table = self.tables[group]
-            short = np.flatnonzero(table.ends[slots] * table.page_size < lengths)
-            if len(short):
-                row = short[0]
+            short = table.ends[slots] * table.page_size < lengths
+            if short.any():
+                row = short.argmax()
                 raise AssertionError(
                     f"row {row} reaches {lengths[row]} tokens, but its {table.ends[slots[row]]} pages of group "
                     f"{group!r} hold {table.ends[slots[row]] * table.page_size}")
@@ -156,6 +164,7 @@ class RequestTable:
         """Twice as many slots. The host may hold more requests than planned for while some await their drop."""
         size = len(self.known)
         self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
+        self.prompts = np.concatenate([self.prompts, np.zeros_like(self.prompts)])
         self.known = np.concatenate([self.known, np.zeros_like(self.known)])
         self.computed = np.concatenate([self.computed, np.zeros_like(self.computed)])
         self.lag = np.concatenate([self.lag, np.zeros_like(self.lag)])

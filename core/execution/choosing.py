@@ -11,10 +11,11 @@ import torch
 
 from hotswap.core.blame import blame
 from hotswap.core.errors import ComponentError
+from hotswap.core.execution.layout import IntArray, token_positions
 from hotswap.core.execution.logprobs import token_logprobs
 from hotswap.core.execution.randomness import Stream
-from hotswap.core.execution.sampling import SamplingTable, processed_probs, sample
-from hotswap.core.execution.verification import Verified, verify
+from hotswap.core.execution.sampling import SamplingBatch, SamplingTable, processed_probs, sample
+from hotswap.core.execution.verification import verify
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
 from hotswap.core.interfaces.messages import NewRequest
@@ -33,13 +34,18 @@ def blaming(component: Component, where: str) -> Iterator[None]:
         raise ComponentError(component.kind, component.name, where, error) from error
 
 
-class ChoiceRow(NamedTuple):
-    """A row that samples. ``position``: the index in its sequence of the first token that it chooses. It has one row of
-    logits for each of its ``drafts``, in order, and one more."""
+class ChoiceRows(NamedTuple):
+    """The rows that sample, as columns [R]. ``positions``: the index in its sequence of the first token that each
+    chooses. A row has one row of logits for each of its ``drafts``, in order, and one more."""
 
-    new: NewRequest
-    position: int
-    drafts: Sequence[int] = ()
+    requests: Sequence[NewRequest]
+    positions: IntArray
+    drafts: Sequence[Sequence[int]]
+
+    @property
+    def widths(self) -> IntArray:
+        """Rows of logits that each has."""
+        return np.fromiter(map(len, self.drafts), np.int64, len(self.drafts)) + 1
 
 
 @dataclass
@@ -83,22 +89,29 @@ class TokenChooser:
                 logger.exception("%s raised in end; the request is gone, so nobody is told", processor.label)
 
     def choose(
-        self, logits: torch.Tensor, rows: Sequence[ChoiceRow], probs: Sequence[torch.Tensor | None] | None = None,
+        self, logits: torch.Tensor, rows: ChoiceRows, probs: Sequence[torch.Tensor | None] | None = None,
     ) -> Choices:
-        """``logits`` [N, V] float32 may be changed. ``probs``: see :func:`verify`."""
-        starts = np.cumsum([0, *(len(row.drafts) + 1 for row in rows)]).tolist()
-        raw = self._raw_rows(logits, rows, starts)
-        faults = self._process(logits, rows, starts)
-        choices = self._pick(logits, rows, probs)
+        """``logits`` [N, V] of any floating dtype may be changed. ``probs``: see :func:`verify`."""
+        names = [new.id for new in rows.requests]
+        batch = self._batch(names, rows, len(logits))
+        processed = bool(self._wanted) and not self._wanted.keys().isdisjoint(names)
+        scored = [row for row, new in enumerate(rows.requests) if new.sampling.logprobs is not None]
+        if not (batch.groups or processed or scored):
+            return self._pick(logits, batch, rows, probs)
+        logits, starts = logits.float(), np.cumsum([0, *rows.widths]).tolist()
+        raw = {row: self._raw_rows(logits[starts[row] : starts[row + 1]], names[row]) for row in scored}
+        faults = self._process(logits, names, rows, starts) if processed else {}
+        choices = self._pick(logits, batch, rows, probs)
         choices.errors |= faults
-        for row, (chosen, kept) in enumerate(zip(rows, choices.kept, strict=True)):
-            if row not in choices.errors and (fault := self._accept(chosen.new.id, kept)):
+        for row, (name, kept) in enumerate(zip(names, choices.kept, strict=True)):
+            if row not in choices.errors and (fault := self._accept(name, kept)):
                 choices.errors[row] = fault
-        self._score(raw, rows, choices)
+        self._score(raw, rows.requests, choices)
         return choices
 
     def draw(self, logits: torch.Tensor, rows: Sequence[DraftRow]) -> Drawn:
         """See ``Draw``. What a processor raises here it will raise again when the drafts are verified."""
+        logits = logits.float()
         self._apply(logits, [LogitsRow(i, row.request, tuple(row.drafts)) for i, row in enumerate(rows)])
         batch = self._table.batch([row.request for row in rows], [row.position for row in rows])
         sampled = sample(logits, batch, Stream.DRAFT)
@@ -122,35 +135,33 @@ class TokenChooser:
                 return blame(error, processor, "accept")
         return None
 
+    def _batch(self, names: list[str], rows: ChoiceRows, count: int) -> SamplingBatch:
+        """How each of ``count`` rows of logits is sampled."""
+        if count == len(names):
+            return self._table.batch(names, rows.positions)
+        widths = rows.widths
+        repeated = [name for name, width in zip(names, widths.tolist(), strict=True) for _ in range(width)]
+        return self._table.batch(repeated, token_positions(widths, rows.positions))
+
     def _pick(
-        self, logits: torch.Tensor, rows: Sequence[ChoiceRow], probs: Sequence[torch.Tensor | None] | None,
+        self, logits: torch.Tensor, batch: SamplingBatch, rows: ChoiceRows,
+        probs: Sequence[torch.Tensor | None] | None,
     ) -> Choices:
-        if len(logits) == len(rows):
-            batch = self._table.batch([row.new.id for row in rows], [row.position for row in rows])
+        if len(logits) == len(rows.requests):
             tokens, errors = sample(logits, batch).to_host()
-            return Choices([[token] for token in tokens], [0] * len(rows), errors)
-        verified = self._verify(logits, rows, probs)
+            return Choices([[token] for token in tokens], [0] * len(tokens), errors)
+        verified = verify(logits, batch, rows.drafts, probs)
         return Choices(verified.kept, verified.accepted, verified.errors, distrusted=verified.distrusted)
 
-    def _verify(
-        self, logits: torch.Tensor, rows: Sequence[ChoiceRow], probs: Sequence[torch.Tensor | None] | None,
-    ) -> Verified:
-        names: list[str] = []
-        positions: list[int] = []
-        for new, position, drafts in rows:
-            names += [new.id] * (len(drafts) + 1)
-            positions += range(position, position + len(drafts) + 1)
-        return verify(logits, self._table.batch(names, positions), [row.drafts for row in rows], probs)
-
-    def _process(self, logits: torch.Tensor, rows: Sequence[ChoiceRow], starts: Sequence[int]) -> dict[int, str]:
+    def _process(
+        self, logits: torch.Tensor, names: Sequence[str], rows: ChoiceRows, starts: Sequence[int],
+    ) -> dict[int, str]:
         """Apply the processors; returns the rows of those that raised, and why."""
-        if not self._wanted:
-            return {}
         faults = self._apply(logits, [
-            LogitsRow(start + i, new.id, tuple(drafts[:i]))
-            for (new, _, drafts), start in zip(rows, starts, strict=False) if new.id in self._wanted
+            LogitsRow(start + i, name, tuple(drafts[:i]))
+            for name, drafts, start in zip(names, rows.drafts, starts, strict=False) if name in self._wanted
             for i in range(len(drafts) + 1)])
-        return {row: faults[chosen.new.id] for row, chosen in enumerate(rows) if chosen.new.id in faults}
+        return {row: faults[name] for row, name in enumerate(names) if name in faults}
 
     def _apply(self, logits: torch.Tensor, rows: Sequence[LogitsRow]) -> dict[str, str]:
         """Each processor to the rows of requests that want it, and no other; by request, what was raised."""
@@ -168,22 +179,16 @@ class TokenChooser:
                 faults |= dict.fromkeys((row.request for row in its_rows), blame(error, processor, "apply"))
         return faults
 
-    def _raw_rows(
-        self, logits: torch.Tensor, rows: Sequence[ChoiceRow], starts: Sequence[int],
-    ) -> dict[int, torch.Tensor]:
-        """The logits of rows that ask for logprobs, as they are before any processor."""
-        return {
-            row: logits[starts[row] : starts[row + 1]].clone() if chosen.new.id in self._wanted
-            else logits[starts[row] : starts[row + 1]]
-            for row, chosen in enumerate(rows) if chosen.new.sampling.logprobs is not None
-        }
+    def _raw_rows(self, logits: torch.Tensor, name: str) -> torch.Tensor:
+        """A request's logits, as they are before any processor."""
+        return logits.clone() if name in self._wanted else logits
 
-    def _score(self, raw: dict[int, torch.Tensor], rows: Sequence[ChoiceRow], choices: Choices) -> None:
+    def _score(self, raw: dict[int, torch.Tensor], requests: Sequence[NewRequest], choices: Choices) -> None:
         scored = [row for row in raw if row not in choices.errors]
         if not scored:
             return
         tokens = [token for row in scored for token in choices.kept[row]]
-        top = [rows[row].new.sampling.logprobs or 0 for row in scored for _ in choices.kept[row]]
+        top = [requests[row].sampling.logprobs or 0 for row in scored for _ in choices.kept[row]]
         found = iter(token_logprobs(torch.cat([raw[row][: len(choices.kept[row])] for row in scored]), tokens, top))
         for row in scored:
             choices.logprobs[row] = [next(found) for _ in choices.kept[row]]

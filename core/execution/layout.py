@@ -22,14 +22,16 @@ def batch_layout(
     tensors are new: those of a step in flight are never written again.
     """
     kv_lens = past + query_lens
+    longest = int(kv_lens.max())
     starts = np.zeros(len(query_lens) + 1, np.int32)
     np.cumsum(query_lens, out=starts[1:])
     row_of_token = np.repeat(np.arange(len(query_lens)), query_lens)
     positions = token_positions(query_lens, past)
     groups = {}
     for group, (table, page_size) in tables.items():
-        slots = table[row_of_token, positions // page_size].astype(np.int64) * page_size + positions % page_size
-        width = -(-int(kv_lens.max()) // page_size)
+        page, offset = np.divmod(positions, page_size)
+        slots = table[row_of_token, page].astype(np.int64) * page_size + offset
+        width = -(-longest // page_size)
         groups[group] = GroupLayout(_tensor(table[:, :width], device), _tensor(slots, device), page_size)
     num_rows = len(query_lens) if num_rows is None else num_rows
     uniform = int(query_lens[0]) if (query_lens == query_lens[0]).all() else None
@@ -44,9 +46,12 @@ def batch_layout(
 def token_positions(query_lens: IntArray, past: IntArray) -> IntArray:
     """[T] int64: rows of ``query_lens`` [R] tokens, each from ``past`` [R] on."""
     ends = np.cumsum(query_lens)
+    if ends[-1] == len(query_lens):  # a token each, since no row has none
+        return np.array(past, np.int64)
     positions: IntArray = np.arange(ends[-1]) + np.repeat(past - ends + query_lens, query_lens)
     return positions
 
 
 def _tensor(array: IntArray, device: str) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device == "cpu" else tensor.to(device)

@@ -41,14 +41,14 @@ def prompt_logprobs(
 ) -> list[TokenLogprob]:
     """Logprobs of prompt tokens: row t of ``hidden`` [T, H] predicts ``tokens[t]``.
 
-    ``head`` makes raw logits [n, V] float32 of hidden rows [n, H]. It is called with a slice at a time, since a long
+    ``head`` makes raw logits [n, V] of hidden rows [n, H]. It is called with a slice at a time, since a long
     prompt's logits would not fit into memory; the first slice is one row, from which the width is learnt.
     """
     result: list[TokenLogprob] = []
     size = 1
     while len(result) < len(hidden):
         part = slice(len(result), len(result) + size)
-        logits = head(hidden[part])
+        logits = head(hidden[part]).float()
         result += _slice_logprobs(logits, tokens[part], [top] * len(logits))
         size = slice_rows(logits.shape[1])
     return result

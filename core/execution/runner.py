@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from hotswap.core.errors import ComponentError
 from hotswap.core.execution.accord import Accord, StepFailedTogether
 from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
-from hotswap.core.execution.choosing import ChoiceRow, Choices, TokenChooser
+from hotswap.core.execution.choosing import ChoiceRows, Choices, TokenChooser
 from hotswap.core.execution.graphs import StepGraphs
 from hotswap.core.execution.layout import IntArray, batch_layout, token_positions
 from hotswap.core.execution.logprobs import prompt_logprobs
@@ -37,26 +38,32 @@ TRANSFER_WAIT_S = 0.005
 """How long an empty step may wait for a transfer: short, since the next request waits behind it."""
 
 
+class _Cohort(NamedTuple):
+    """The requests of a step's rows, in order: where the next step has the same, nobody is looked up again.
+    ``slots`` [R]: their places in the table, whose ``version`` it was."""
+
+    names: list[str]
+    version: int
+    residents: list[Resident]
+    slots: IntArray
+
+
 @dataclass
 class _Batch:
-    """The rows of a step that can run, and their columns [R]: ``counts`` known tokens each, from ``computed`` on. A row
-    ``samples`` when it reaches the last known token. ``slots``: the requests' places in the table."""
+    """The rows of a step that can run, and their columns [R]: ``counts`` known tokens each, from ``computed`` on, and
+    with drafts ``lengths``. A row ``samples`` when it reaches the last known token. ``slots``: the requests' places in
+    the table."""
 
-    rows: list[Row]
+    rows: Sequence[Row]
     residents: list[Resident]
     slots: IntArray
     counts: IntArray
     computed: IntArray
     known: IntArray
     samples: IntArray
-    drafts: list[list[int]]
+    lengths: IntArray
+    drafts: Sequence[Sequence[int]]
     draft_probs: list[torch.Tensor | None] | None = None
-
-    @property
-    def lengths(self) -> IntArray:
-        """Tokens of each row, drafts included."""
-        lengths: IntArray = self.counts + np.fromiter(map(len, self.drafts), np.int64, len(self.drafts))
-        return lengths
 
 
 class ModelRunner:
@@ -76,6 +83,7 @@ class ModelRunner:
         self._broken: dict[str, str] = {}
         self._drafted: dict[str, int] = {}
         self._took_part = False
+        self._cohort = _Cohort([], -1, [], np.zeros(0, np.int64))
         self._cache, self._table = cache, table
         self._speculation = speculation
         self._chooser, self._transfer = chooser, transfer
@@ -230,25 +238,33 @@ class ModelRunner:
 
     def _gather(self, rows: Sequence[Row]) -> tuple[_Batch, dict[str, RowVerdict]]:
         """The rows that can run, and the verdicts of those that cannot: of requests that failed, or are not here."""
-        able, residents, refused = [], [], {}
-        for row in rows:
-            resident = self._table.get(row.request)
-            if resident is None:
-                refused[row.request] = RowVerdict(row.request, [], 0, error="the worker does not know the request")
-            elif resident.error is not None:
-                refused[row.request] = RowVerdict(
-                    row.request, [], int(self._table.computed[resident.slot]), error=resident.error)
-            else:
-                able.append(row)
-                residents.append(resident)
-        slots = np.array([resident.slot for resident in residents], np.int64)
-        counts = np.array([row.n_tokens for row in able], np.int64)
+        names, refused = [row.request for row in rows], dict[str, RowVerdict]()
+        cohort = self._cohort
+        if names != cohort.names or self._table.version != cohort.version:
+            refused = {name: verdict for name in names if (verdict := self._refusal(name)) is not None}
+            rows = [row for row in rows if row.request not in refused]
+            cohort = self._cohort = self._look_up([row.request for row in rows])
+        slots, counts = cohort.slots, np.array([row.n_tokens for row in rows], np.int64)
         computed, known = self._table.computed[slots], self._table.known[slots]
-        beyond = np.flatnonzero(computed + counts > known)
-        assert not len(beyond), (
-            f"{able[beyond[0]]} starts at {computed[beyond[0]]}, but only {known[beyond[0]]} tokens are known")
-        samples = computed + counts == known
-        return _Batch(able, residents, slots, counts, computed, known, samples, [[] for _ in able]), refused
+        ends = computed + counts
+        if (beyond := ends > known).any():
+            row = int(beyond.argmax())
+            raise AssertionError(f"{rows[row]} starts at {computed[row]}, but only {known[row]} tokens are known")
+        return _Batch(
+            rows, cohort.residents, slots, counts, computed, known, ends == known, counts, [()] * len(rows)), refused
+
+    def _refusal(self, name: str) -> RowVerdict | None:
+        resident = self._table.get(name)
+        if resident is None:
+            return RowVerdict(name, [], 0, error="the worker does not know the request")
+        if resident.error is not None:
+            return RowVerdict(name, [], int(self._table.computed[resident.slot]), error=resident.error)
+        return None
+
+    def _look_up(self, names: list[str]) -> _Cohort:
+        residents = [resident for name in names if (resident := self._table.get(name)) is not None]
+        slots = np.array([resident.slot for resident in residents], np.int64)
+        return _Cohort(names, self._table.version, residents, slots)
 
     def _propose(self, batch: _Batch) -> int:
         """Ask for drafts and write them behind the known tokens; returns how many proposals made no sense."""
@@ -259,6 +275,7 @@ class ModelRunner:
         if proposal.failed:
             self._speculation.lose(row.request for row in batch.rows)
         batch.drafts, batch.draft_probs = proposal.drafts, proposal.probs
+        batch.lengths = batch.counts + np.fromiter(map(len, batch.drafts), np.int64, len(batch.drafts))
         for slot, known, drafts in zip(batch.slots, batch.known, batch.drafts, strict=True):
             self._table.tokens[slot, known : known + len(drafts)] = drafts
         if not self._mesh.is_last:
@@ -321,64 +338,71 @@ class ModelRunner:
 
         A stage that gives no logits learns by the next message what was kept.
         """
+        computed = batch.computed + batch.counts
         if not self._mesh.is_last:
-            self._table.computed[batch.slots] = batch.computed + batch.counts
+            self._table.computed[batch.slots] = computed
             return [RowVerdict(row.request, [], 0) for row in batch.rows], 0
         lengths = batch.lengths
         starts = np.cumsum(lengths) - lengths
         prompts = self._score_prompts(batch, starts, hidden)
         sampling = np.flatnonzero(batch.samples)
         choices = self._choose(batch, sampling, starts, hidden)
-        computed = batch.computed + batch.counts
         computed[sampling] += np.array(choices.accepted, np.int64)
         self._table.append(batch.slots[sampling], choices.kept)
         self._table.computed[batch.slots] = computed
-        verdicts = [
-            RowVerdict(row.request, [], length)
-            for row, length in zip(batch.rows, computed.tolist(), strict=True)
-        ]
+        verdicts = self._report(batch, sampling.tolist(), choices, computed.tolist())
         for i, scored in prompts.items():
             verdicts[i].prompt_logprobs, verdicts[i].prompt_logprobs_from = scored, int(batch.computed[i]) + 1
-        self._report(batch, sampling, choices, verdicts)
         return verdicts, choices.distrusted
 
     def _choose(self, batch: _Batch, sampling: IntArray, starts: IntArray, hidden: torch.Tensor) -> Choices:
         """The head sees the last known token of each row that samples, and its drafts: no other."""
         if not len(sampling):
             return Choices([], [])
-        firsts, rows = (starts + batch.counts - 1)[sampling], []
-        for i, position in zip(sampling.tolist(), batch.known[sampling].tolist(), strict=True):
-            rows.append(ChoiceRow(batch.residents[i].new, position, batch.drafts[i]))
-        index = token_positions(np.array([len(row.drafts) + 1 for row in rows]), firsts)
-        if len(index) < len(hidden):
+        which = sampling.tolist()
+        rows = ChoiceRows(
+            [batch.residents[i].new for i in which], batch.known[sampling], [batch.drafts[i] for i in which])
+        widths = rows.widths
+        if widths.sum() < len(hidden):
+            index = token_positions(widths, (starts + batch.counts - 1)[sampling])
             hidden = hidden[torch.from_numpy(index).to(self._device)]
-        probs = batch.draft_probs and [batch.draft_probs[i] for i in sampling]
+        probs = batch.draft_probs and [batch.draft_probs[i] for i in which]
         logits = self._model.head(hidden)
-        return self._accord.choices(len(rows), lambda: self._chooser.choose(logits, rows, probs))
+        return self._accord.choices(len(which), lambda: self._chooser.choose(logits, rows, probs))
 
     def _score_prompts(self, batch: _Batch, starts: IntArray, hidden: torch.Tensor) -> dict[int, list[TokenLogprob]]:
         """By row: logprobs of the prompt tokens that this step's tokens predict."""
         scored = {}
-        for i, resident in enumerate(batch.residents):
+        for i in np.flatnonzero(batch.computed + 1 < self._table.prompts[batch.slots]).tolist():
+            resident = batch.residents[i]
             top, first = resident.new.sampling.prompt_logprobs, int(batch.computed[i]) + 1
-            count = min(int(batch.counts[i]), resident.new.prompt_length - first)
-            if top is not None and count > 0:
+            if top is not None:
+                count = min(int(batch.counts[i]), resident.new.prompt_length - first)
                 tokens = self._table.tokens[resident.slot, first : first + count].tolist()
                 rows = hidden[starts[i] : starts[i] + count]
                 scored[i] = prompt_logprobs(rows, tokens, top, self._model.head)
         return scored
 
     def _report(
-        self, batch: _Batch, sampling: IntArray, choices: Choices, verdicts: Sequence[RowVerdict],
-    ) -> None:
-        """Fill in what was chosen."""
-        for i, (row, kept, accepted) in enumerate(zip(sampling.tolist(), choices.kept, choices.accepted, strict=True)):
-            verdict = verdicts[row]
-            verdict.drafted, verdict.accepted = len(batch.drafts[row]), accepted
-            if i in choices.errors:
-                verdict.error = batch.residents[row].error = choices.errors[i]
-                continue
-            verdict.kept, verdict.logprobs = kept, choices.logprobs.get(i)
-        for verdict in verdicts:
+        self, batch: _Batch, sampling: list[int], choices: Choices, computed: list[int],
+    ) -> list[RowVerdict]:
+        """Of each row. ``sampling``: the rows that ``choices`` is of."""
+        kept = choices.kept
+        if len(sampling) < len(computed):
+            chosen = dict(zip(sampling, kept, strict=True))
+            kept = [chosen.get(row, []) for row in range(len(computed))]
+        names = [row.request for row in batch.rows]
+        verdicts = list(map(RowVerdict, names, kept, computed))
+        if self._speculation.lookahead:
+            for row, accepted in zip(sampling, choices.accepted, strict=True):
+                verdicts[row].drafted, verdicts[row].accepted = len(batch.drafts[row]), accepted
+        for i, logprobs in choices.logprobs.items():
+            verdicts[sampling[i]].logprobs = logprobs
+        for i, error in choices.errors.items():
+            verdict = verdicts[sampling[i]]
+            verdict.kept, verdict.error, verdict.logprobs = [], error, None
+            self._table.fail([verdict.request], error)
+        for verdict in verdicts if self._broken else ():
             if verdict.request in self._broken:
                 verdict.kept, verdict.error = [], self._broken[verdict.request]
+        return verdicts

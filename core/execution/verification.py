@@ -43,7 +43,8 @@ def verify(
     drafts: Sequence[Sequence[int]],
     probs: Sequence[torch.Tensor | None] | None = None,
 ) -> Verified:
-    """Row r has k_r ``drafts`` and k_r + 1 rows of ``logits`` [sum(k + 1), V] float32, in order; ``batch`` too.
+    """Row r has k_r ``drafts`` and k_r + 1 rows of ``logits`` [sum(k + 1), V], in order; ``batch`` too. Their dtype: as
+    for :func:`sample`.
 
     The i-th of a row's logits are the target's after its first i drafts, and hence the caller has applied the logits
     processors to them with ``LogitsRow.drafts`` set to those. ``probs[r]`` [k_r, V] float32 is what row r's drafts were

@@ -113,7 +113,7 @@ class Model(Component):
 
     @abstractmethod
     def head(self, rows: "torch.Tensor") -> "torch.Tensor":
-        """rows [N, hidden] -> logits [N, V], float32."""
+        """rows [N, hidden] -> logits [N, V], float32 or of the model's dtype, in a tensor that may be changed."""
 
     def statistics(self) -> "Mapping[str, torch.Tensor]":
         """Counters that the model keeps on its device, by name, such as the tokens each expert has worked on. They grow

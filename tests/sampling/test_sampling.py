@@ -244,6 +244,33 @@ def test_a_table_follows_requests_that_come_go_and_return_with_other_parameters(
     assert set(sample(logits[:100], table.batch(fresh, np.arange(100))).tokens.tolist()) == top_two
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_greedy_rows_in_16_bits_choose_as_in_32(dtype: torch.dtype, make_batch: Any) -> None:
+    negative_nan = torch.tensor(-64, dtype=torch.int16).view(dtype)
+    logits = random_logits(14, 300, scale=4.0).to(dtype)
+    logits[1] = -logits[1].abs() - 1  # no positive one
+    logits[2] = -1.0
+    logits[2, 40], logits[2, 20] = 0.0, -0.0  # equals: the lower id
+    logits[3, 100:102] = logits[3].amax()
+    logits[4, 7], logits[5, 7] = torch.nan, negative_nan
+    logits[6] = -logits[6].abs() - 1
+    logits[6, 9] = negative_nan
+    logits[7, 5], logits[8, 5] = torch.inf, -torch.inf
+    logits[9] = -torch.inf
+    logits[10, 3:] = -torch.inf
+    logits[11] = torch.nan
+    assert logits[5].isnan().any() and logits[6].isnan().any()
+    batch = make_batch([GREEDY] * len(logits))
+    before = logits.clone()
+    for rows in (slice(0, 14), slice(5, 6), slice(12, 14)):
+        found, wide = (sample(x[rows], batch.select(np.arange(14)[rows])) for x in (logits, logits.float()))
+        assert found.to_host() == wide.to_host()
+        torch.testing.assert_close(found.best, wide.best, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(logits.view(torch.int16), before.view(torch.int16)), "logits were changed"
+    _, faults = sample(logits, batch).to_host()
+    assert faults.keys() == {4, 5, 6, 7, 9, 11}
+
+
 def test_weights_are_as_precise_as_float32_softmax(make_batch: Any) -> None:
     logits = random_logits(8, 5000, scale=4.0)
     probs = processed_probs(logits, make_batch([SamplingParams(temperature=0.7)] * 8))

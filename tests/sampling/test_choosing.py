@@ -1,0 +1,64 @@
+"""From a step's logits to tokens: what is asked of a row decides what is done with it, and not its neighbours."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotswap.core.execution.choosing import ChoiceRows, Choices, TokenChooser
+from hotswap.core.interfaces.messages import NewRequest
+from hotswap.core.request import SamplingParams
+from hotswap.core.testing.rig import build
+
+VOCAB_SIZE = 400
+ASKED = [
+    {"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.8}, {"temperature": 0, "logprobs": 3},
+    {"temperature": 0, "logit_bias": {5: 100.0}}, {"temperature": 0.7, "repetition_penalty": 1.5, "logprobs": 0},
+    {"temperature": 0},
+]
+
+Choose = Callable[..., Choices]
+
+
+@pytest.fixture
+def choose() -> Choose:
+    """``choose(logits, asked, drafts)``: what a new chooser makes of rows with these parameters."""
+
+    def chosen(logits: torch.Tensor, asked: list[dict[str, Any]], drafts: list[list[int]] | None = None) -> Choices:
+        chooser = TokenChooser([build("logits_processor", use) for use in ("penalties", "bias")], VOCAB_SIZE, "cpu")
+        news = [NewRequest(str(row), [1, 2, 3 + row], 3, SamplingParams(**params), row)
+                for row, params in enumerate(asked)]
+        for new in news:
+            chooser.begin(new)
+        return chooser.choose(logits, ChoiceRows(news, np.full(len(news), 3), drafts or [[]] * len(news)))
+
+    return chosen
+
+
+def logits_of(rows: int) -> torch.Tensor:
+    return (4 * torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("drafts", [None, [[7], [], [8, 9], [], [1, 2, 3], [], [4]]], ids=["plain", "drafts"])
+def test_logits_in_16_bits_choose_as_in_32(choose: Choose, drafts: list[list[int]] | None) -> None:
+    logits = logits_of(len(ASKED) + sum(map(len, drafts or [])))
+    assert choose(logits.clone(), ASKED, drafts) == choose(logits.float(), ASKED, drafts)
+
+
+def test_a_greedy_row_among_others_is_what_it_is_among_greedy_ones(choose: Choose) -> None:
+    logits = logits_of(len(ASKED))
+    together, plain = choose(logits.clone(), ASKED), choose(logits.clone(), [{"temperature": 0}] * len(ASKED))
+    for row, params in enumerate(ASKED):
+        if params == {"temperature": 0}:
+            assert together.kept[row] == plain.kept[row] == [int(logits[row].float().argmax())]
+    assert together.kept[4] == [5] and set(together.logprobs) == {3, 5}
+
+
+def test_a_faulty_row_among_greedy_ones_is_an_error_of_its_own(choose: Choose) -> None:
+    logits = logits_of(3)
+    logits[1, 9] = torch.nan
+    found = choose(logits, [{"temperature": 0}] * 3)
+    assert found.errors.keys() == {1} and "NaN" in found.errors[1]
+    assert [found.kept[row] for row in (0, 2)] == [[int(logits[row].float().argmax())] for row in (0, 2)]
