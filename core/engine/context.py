@@ -24,6 +24,12 @@ from hotswap.core.interfaces.scheduler import (
 
 Hold = tuple[str, str]
 
+READING = "what it could read is still being written"
+"""Why a waiting request is held: a KV transfer that keeps its pages elsewhere has not ended."""
+
+COMPUTED_BY = "its prefix is being computed by "
+"""Why a waiting request is held; the other one's id follows."""
+
 
 class PlanError(Exception):
     """A scheduler's plan breaks a rule; the message says which."""
@@ -57,6 +63,7 @@ class Context:
         self._journal: list[Callable[[], Any]] = []
         self._reserved: dict[str, tuple[RequestState | None, int, int]] = {}
         self._order: list[str] | None = None
+        self._expecting: set[str] = set()
         kv.begin_plan()
         lookahead, ready = limits.lookahead, 0
         self.running: Sequence[RequestState] = list(pool.running.values())
@@ -79,14 +86,18 @@ class Context:
         if state.status is RUNNING:
             state.refresh_running(self._limits.lookahead, self._chained)
         elif state.status is WAITING:
-            state.refresh_waiting(self._match(state), self._limits.lookahead)
+            match, reason = self._find(state)
+            state.refresh_waiting(match, self._limits.lookahead)
+            if reason is not None:
+                state.ready = 0
+                self._expect(state, reason)
         else:
             state.ready = 0
         return state
 
     def probe(self, request_id: str) -> Probe:
         state = self._pool.states[request_id]
-        match = self._match(state)
+        match, _ = self._find(state)
         state.reusable = match.cached + match.pending
         return Probe(match.cached, match.pending)
 
@@ -128,7 +139,8 @@ class Context:
         self.suspensions.append(Suspension(request_id, mode, reason))
 
     def hold(self, request_id: str, reason: str) -> None:
-        self.holds.append((request_id, reason))
+        if request_id not in self._expecting:  # else the better reason is known
+            self.holds.append((request_id, reason))
 
     # what core does with it
 
@@ -191,26 +203,49 @@ class Context:
         tail = self._limits.reuse_tail
         return shareable(state, tail) if state.parent is not None and has_prompt(state.parent, tail) else 0
 
-    def _match(self, state: RequestState) -> Match:
-        return self._find(state)[0]
-
-    def _find(self, state: RequestState) -> tuple[Match, bool]:
-        """What could be reused, from elsewhere too, and whether something there is on its way yet."""
+    def _find(self, state: RequestState) -> tuple[Match, str | None]:
+        """What could be reused, from elsewhere too, and why it should wait for more, if it should."""
         if shared := self._forkable(state):
-            return Match(shared, 0), False
+            return Match(shared, 0), None
         # Where prompt logprobs are asked, every prompt token must be computed. Else all but the last may be reused.
         limit, tail = 0 if state.prompt_logprobs is not None else len(state.tokens) - 1, self._limits.reuse_tail
         match = self._kv.match(state.tokens, state.request.cache_key, limit, tail)
         extended = self._transfers.extend(state, match, limit, tail)
-        return extended or match, extended is None
+        if extended is None:
+            return match, READING
+        return extended, self._awaited(state, extended)
+
+    def _awaited(self, state: RequestState, match: Match) -> str | None:
+        """Why a waiting request should let another one compute the beginning of its prompt, or None.
+
+        It waits only for one that runs and has a row in flight or room in this plan: whoever is waited for gets on, and
+        waits for nobody. Of a worse priority, only for what is in flight: the scheduler may serve that one last.
+        """
+        coming = match.coming
+        if coming is None or coming.tokens <= match.cached + match.pending:
+            return None
+        maker = self._pool.running.get(coming.request)
+        if maker is None or not (maker.flying or maker.filling is not None or maker.id in self._reserved):
+            return None
+        if maker.priority > state.priority and maker.computed < coming.tokens:
+            return None
+        return f"{COMPUTED_BY}{maker.id}"
+
+    def _expect(self, state: RequestState, reason: str) -> None:
+        if state.id not in self._expecting:
+            self._expecting.add(state.id)
+            self.holds.append((state.id, reason))
 
     def _start(self, state: RequestState, n_tokens: int, drafts: int) -> Answer:
         """Admit a waiting request: bind its match, give it room, send it to the workers."""
         if self.free_slots <= 0:
             return LATER
-        (match, on_its_way), known = self._find(state), len(state.tokens)
+        (match, reason), known = self._find(state), len(state.tokens)
+        if reason is not None:
+            self._expect(state, reason)
+            return LATER
         base = match.cached + match.pending
-        if on_its_way or base + n_tokens > known or (drafts and base + n_tokens < known):
+        if base + n_tokens > known or (drafts and base + n_tokens < known):
             return LATER
         shared = self._forkable(state)
         grants = self._take_pages(state, match, shared, base + n_tokens + drafts)

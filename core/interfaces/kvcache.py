@@ -74,11 +74,21 @@ class CacheKey:
     salt: str = ""
 
 
+class Coming(NamedTuple):
+    """Once ``request``, which holds a table, has computed what it was reserved for, ``tokens`` could be reused."""
+
+    request: str
+    tokens: int
+
+
 class Match(NamedTuple):
     """``cached`` tokens lie in pages that can be shared, ``pending`` more elsewhere. ``opaque`` is the manager's own.
 
     A manager returns ``pending`` 0; core puts in what a KV transfer has found. The pages of pending tokens are the
     request's own: the manager publishes none of them before a ``commit`` says that they are verified.
+
+    ``coming``: a longer prefix that another request is computing, where that is worth waiting for. Core has the request
+    wait as long as the other one gets on with it. A manager that does not look for that leaves it None.
 
     Binding only until the next change of the manager's state; dies when the manager is exchanged.
     """
@@ -86,6 +96,7 @@ class Match(NamedTuple):
     cached: int
     pending: int
     opaque: Any = None
+    coming: Coming | None = None
 
 
 class GroupGrant(NamedTuple):

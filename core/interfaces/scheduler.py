@@ -14,8 +14,8 @@ from hotswap.core.interfaces.component import Component, Exchange
 
 
 class Answer(Enum):
-    """GRANTED; LATER: will fit once fences pass, hold the request; NO: does not fit, suspend another or hold;
-    GONE: only for forks, the parent no longer has what the child needs."""
+    """GRANTED; LATER: will fit once fences pass, or what it would compute is being computed, hold the request; NO: does
+    not fit, suspend another or hold; GONE: only for forks, the parent no longer has what the child needs."""
 
     GRANTED = "granted"
     LATER = "later"
@@ -67,7 +67,8 @@ class RequestView(Protocol):
         """It holds pages. Otherwise it waits."""
     @property
     def ready(self) -> int:
-        """Tokens that it could compute in this step; 0: it cannot step now."""
+        """Tokens that it could compute in this step; 0: it cannot step now, or, where it waits, others are about to
+        bring what it would compute. Core says why in the decision log."""
     @property
     def computed(self) -> int:
         """Upper bound of the tokens whose keys and values lie in the cache."""

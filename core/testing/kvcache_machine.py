@@ -233,7 +233,18 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert 0 <= match.cached <= max(0, limit), f"match returned {match.cached} tokens, the limit was {limit}"
         assert match.cached % self.size == 0, f"match returned {match.cached} tokens, not whole pages of {self.size}"
         assert match.cached == 0 or match.cached <= len(tokens) - tail, "match must leave the tail to be recomputed"
+        if match.coming is not None:
+            self.check_coming(match, tokens, key, limit, tail)
         return match
+
+    def check_coming(self, match: Match, tokens: list[int], key: CacheKey, limit: int, tail: int) -> None:
+        """Whoever waits for it must not wait in vain: the other one computes these tokens, and has yet to."""
+        assert match.coming is not None
+        (request, upto), maker = match.coming, self.books.lives.get(match.coming.request)
+        assert maker is not None, f"tokens are said to come from {request}, which holds no pages"
+        assert match.cached < upto <= limit, f"{upto} tokens are coming, {match.cached} are there, the limit is {limit}"
+        assert (maker.key, maker.tokens[:upto]) == (key, tokens[:upto]), f"{request} computes other tokens"
+        assert maker.true < upto + tail + self.size, f"{upto} tokens are coming from {request}, which has computed them"
 
     def reserve(
         self, life: Life, upto: int, step: Step, journal: list[Any], match: Match | None = None

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hotswap.core.engine.context import COMPUTED_BY
 from hotswap.lab.decisions.lives import Life, Lives
 from hotswap.lab.decisions.log import Event, Log
 
@@ -63,7 +64,8 @@ class Overview:
     def add(self, life: Life) -> None:
         self.lives.append(life)
         for reason, seconds in life.held.items():
-            self.held[reason] += seconds
+            # By whom is in the story of the request: here it would be as many reasons as requests.
+            self.held[f"{COMPUTED_BY}another" if reason.startswith(COMPUTED_BY) else reason] += seconds
 
 
 def overview(log: Log) -> Overview:

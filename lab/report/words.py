@@ -1,10 +1,9 @@
 """Numbers and verdicts as people read them, on the page and in the terminal."""
 
 from collections.abc import Sequence
-from math import isfinite, isinf, isnan
+from math import expm1, isfinite, isinf, isnan
 
 from hotswap.lab.records import Comparison, MetricSpec, Outcome
-from hotswap.lab.statistics import signed_rank
 
 NONE = "–"
 _SCALES: dict[str, Sequence[tuple[float, str]]] = {
@@ -73,4 +72,4 @@ def margin(found: Comparison, spec: MetricSpec) -> str:
 
 def linear(number: float, spec: MetricSpec) -> float:
     """A difference as statistics computes it (a logarithm of a ratio) as an effect."""
-    return number if spec.additive or not isfinite(number) else signed_rank.ratio(number)
+    return number if spec.additive or not isfinite(number) else expm1(number)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, log1p, nan
+from math import expm1, inf, log1p, nan
 
 import numpy as np
 
@@ -104,7 +104,7 @@ class SequentialTest:
             outcome = Outcome.NOT_ENOUGH_DATA
         effect = float(np.median(averages))
         if not metric.additive:
-            effect, low, high = map(signed_rank.ratio, (effect, low, high))
+            effect, low, high = expm1(effect), expm1(low), expm1(high)
         return Finding(arm, metric, statistic, effect, low, high, margin, outcome, n)
 
     def _margin(self, arm: str, metric: MetricSpec) -> float:

@@ -7,7 +7,6 @@ the test of a shift and the interval cannot disagree. A block that a neighbour d
 """
 
 from collections.abc import Sequence
-from math import expm1, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +19,8 @@ Floats = NDArray[np.float64]
 QUAD = 2
 """Pairs whose order is drawn together: base first in one of them and second in the other."""
 
-UNBOUNDED = 1e6
-"""For the logarithm of a ratio of which one side is 0 or infinite: the sign is known, and the size is larger than any
-other. No mean of four such logarithms with one of these among them is near to what can be measured."""
+RATIO_LIMIT = float(np.log(1e6))
+"""Where one side of a ratio is 0 or infinite: the sign is known, and the size is larger than any other."""
 
 
 def quads(pairs: Sequence[Pair], metric: MetricSpec) -> Floats:
@@ -56,15 +54,7 @@ def difference(pair: Pair, metric: MetricSpec) -> float:
     if base < 0 or arm < 0:
         raise ValueError(f"{metric.name} is {min(base, arm)} in a pair; only an additive metric can be negative.")
     with np.errstate(divide="ignore"):
-        return float(np.clip(np.log(arm) - np.log(base), -UNBOUNDED, UNBOUNDED))
-
-
-def ratio(logarithm: float) -> float:
-    """The relative change that a logarithm of ``arm / base`` is, or a mean of some: infinite, or -1, where one side was
-    0 or infinite in any of them."""
-    if abs(logarithm) > UNBOUNDED / 8:
-        return inf if logarithm > 0 else -1.0
-    return expm1(logarithm)
+        return float(np.clip(np.log(arm) - np.log(base), -RATIO_LIMIT, RATIO_LIMIT))
 
 
 def scores(differences: Floats) -> Floats:

@@ -61,6 +61,10 @@ class Chain:
             parent = Node(parent, self._digest(parent.digest, piece), piece)
             nodes.append(parent)
 
+    def digest_of(self, page: int) -> bytes:
+        self.grow(page + 1)
+        return self.nodes[page + 1].digest
+
     def unify(self, page: int, stored: Node) -> bool:
         """Use the index's node for logical page ``page`` if it stands for the same tokens; say whether it does.
 

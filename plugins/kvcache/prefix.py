@@ -1,7 +1,7 @@
 """Prefix reuse by a hash chain of full pages, one index a cache group (Kwon et al., 2023; vLLM's automatic prefix
 caching)."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from hotswap.core.errors import KVInvariantError
@@ -68,7 +68,9 @@ class PrefixKVCache(ReusingKVCache[IndexedPool]):
         nodes = chain.nodes
         hit = tuple([pool.pages[node.digest] for node in nodes[first + 1:pages + 1]]
                     for pool, first in zip(self._indexes, self._first_pages(cached), strict=True))
-        return Match(cached, 0, Hit(chain, hit, self._removals()))
+        there = found if self._full else pages
+        coming = self._find_coming(chain.digest_of, cached, there, most, tail)
+        return Match(cached, 0, Hit(chain, hit, self._removals()), coming)
 
     def _walk(self, chain: Chain, most: int) -> int:
         """How many leading pages, of at most ``most``, lie in every group that sees everything."""
@@ -120,6 +122,11 @@ class PrefixKVCache(ReusingKVCache[IndexedPool]):
         if cached:
             raise ValueError(f"reserve with a match of {cached} tokens that was made for other tokens or another key")
         return Chain(table.tokens, table.key, self._page_size, self.digest)
+
+    def _page_keys(self, table: Table, begin: int, end: int) -> list[Hashable]:
+        chain: Chain = table.chain
+        chain.grow(end)
+        return [node.digest for node in chain.nodes[begin + 1:end + 1]]
 
     # ------------------------------------------------------------------ index
 
@@ -195,6 +202,7 @@ class PrefixKVCache(ReusingKVCache[IndexedPool]):
         for request_id, table in self._tables.items():
             table.chain = Chain(table.tokens, table.key, self._page_size, self.digest)
             self._advance(request_id, table)
+            self._announce(request_id, table)
 
     def check(self) -> None:
         super().check()

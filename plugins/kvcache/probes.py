@@ -41,14 +41,27 @@ class Probes(Generic[T]):
 class Packed:
     """Tokens, which must not change, and their packed pages, as far as anybody has asked."""
 
-    __slots__ = ("_bytes", "_page_size", "tokens")
+    __slots__ = ("_bytes", "_hints", "_page_size", "tokens")
 
     def __init__(self, tokens: list[int], page_size: int) -> None:
         self.tokens, self._page_size = tokens, page_size
         self._bytes = b""
+        self._hints: list[int] = []
 
     def pages(self, begin: int, end: int) -> bytes:
         size = self._page_size
         if end * size * TOKEN_BYTES > len(self._bytes):
             self._bytes += pack(self.tokens[len(self._bytes) // TOKEN_BYTES:end * size])
         return self._bytes[begin * size * TOKEN_BYTES:end * size * TOKEN_BYTES]
+
+    def hint(self, page: int) -> int:
+        """Of a full page and all before it: the same where the tokens are, in this process, and hardly ever else."""
+        hints, size = self._hints, self._page_size
+        if page >= len(hints):
+            upto = min(len(self.tokens) // size, 2 * page + 1)
+            self.pages(0, upto)  # packs them at once
+            previous = hints[-1] if hints else 0
+            for index in range(len(hints), upto):
+                previous = hash((previous, self.pages(index, index + 1)))
+                hints.append(previous)
+        return hints[page]

@@ -1,7 +1,7 @@
 """Prefix reuse by a compressed trie of tokens (Zheng et al., "SGLang: Efficient Execution of Structured Language Model
 Programs", 2024: RadixAttention)."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from hotswap.core.errors import KVInvariantError
@@ -62,14 +62,16 @@ class RadixKVCache(ReusingKVCache[TriePool]):
         if most <= 0:
             return Match(0, 0)
         packed = self._probes.get(tokens, lambda packed: packed.tokens == tokens, lambda: self._packed(list(tokens)))
-        found = self._trie.find(key_digest(key), packed, most)
+        root = key_digest(key)
+        found = self._trie.find(root, packed, most)
         pages = self._fit_windows(found, max(0, len(found[0]) * self._page_size - tail) // self._page_size)
-        if not pages:
-            return Match(0, 0)
         cached = pages * self._page_size
+        coming = self._find_coming(lambda page: (root, packed.hint(page)), cached, len(found[0]), most, tail)
+        if not pages:
+            return Match(0, 0, None, coming)
         hit = tuple(own[first:pages] for own, first in zip(found, self._first_pages(cached), strict=True))
         places = tuple([pool.nodes[page] for page in own] for pool, own in zip(self._indexes, hit, strict=True))
-        return Match(cached, 0, Hit(packed.tokens, key, hit, places, self._removals()))
+        return Match(cached, 0, Hit(packed.tokens, key, hit, places, self._removals()), coming)
 
     def _packed(self, tokens: list[int]) -> Packed:
         return Packed(tokens, self._page_size)
@@ -100,6 +102,10 @@ class RadixKVCache(ReusingKVCache[TriePool]):
         if hit is not None and (hit.key != table.key or hit.tokens[:cached] != table.tokens[:cached]):
             raise ValueError(f"reserve with a match of {cached} tokens that was made for other tokens or another key")
         return Thread(key_digest(table.key), None)
+
+    def _page_keys(self, table: Table, begin: int, end: int) -> list[Hashable]:
+        packed, root = self._packed(table.tokens), table.chain.root
+        return [(root, packed.hint(page)) for page in range(begin, end)]
 
     # ------------------------------------------------------------------ index
 
@@ -183,6 +189,7 @@ class RadixKVCache(ReusingKVCache[TriePool]):
         for request_id, table in self._tables.items():
             table.chain = Thread(key_digest(table.key), None)
             self._advance(request_id, table)
+            self._announce(request_id, table)
 
     def _adopt_path(self, root: bytes, path: Sequence[tuple[tuple[int, ...], dict[str, int]]], begins: bool) -> None:
         """A leaf of the predecessor's and all before it, as far as every whole group has their pages. ``begins``: it

@@ -1,8 +1,10 @@
 """What managers that reuse prefixes share: eviction, what a match binds, reset, events. Subclasses keep the index."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+from pydantic import Field
 
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part
 from hotswap.core.interfaces.kvcache import (
@@ -11,10 +13,16 @@ from hotswap.core.interfaces.kvcache import (
     CacheKey,
     CachePlan,
     CacheSpec,
+    Coming,
     EvictionPolicy,
+    Fence,
+    Grant,
     Match,
 )
+from hotswap.core.interfaces.scheduler import Answer
+from hotswap.plugins.kvcache.coming import ComingPages
 from hotswap.plugins.kvcache.eviction import LeastRecentlyUsed
+from hotswap.plugins.kvcache.fences import Batch
 from hotswap.plugins.kvcache.index import CachingPool
 from hotswap.plugins.kvcache.paged import PagedKVCache
 from hotswap.plugins.kvcache.pool import PagePool
@@ -26,6 +34,9 @@ Pool = TypeVar("Pool", bound=CachingPool[Any])
 class ReuseOptions(ComponentOptions):
     eviction: Annotated[ComponentRef, Part("eviction_policy")] = ComponentRef(use="lru")
     """Which cached page goes first when an empty one is needed."""
+    share_pending: Annotated[int, Field(ge=1)] | None = 64
+    """A request that has at least so many tokens in common with what another one is computing waits for them, instead
+    of computing them, too. None: it never waits."""
 
 
 class ReusingKVCache(PagedKVCache, Generic[Pool]):
@@ -42,6 +53,7 @@ class ReusingKVCache(PagedKVCache, Generic[Pool]):
         self._indexes: list[Pool] = []
         self._full: list[Pool] = []
         self._events: list[CacheEvent] | None = None
+        self._coming = ComingPages()
 
     def describe(self) -> Description:
         return Description(offers=super().describe().offers | {"prefix_reuse"})
@@ -73,6 +85,10 @@ class ReusingKVCache(PagedKVCache, Generic[Pool]):
         """What the table keeps of the index. ValueError where ``hit`` was made for other tokens."""
 
     @abstractmethod
+    def _page_keys(self, table: Table, begin: int, end: int) -> list[Hashable]:
+        """Keys of a table's logical pages, for :class:`ComingPages`."""
+
+    @abstractmethod
     def _clear(self) -> int:
         """Empty the index. Returns how many of its pages nobody used."""
 
@@ -100,6 +116,7 @@ class ReusingKVCache(PagedKVCache, Generic[Pool]):
 
     def reset(self) -> int:
         dropped = self._clear()
+        self._coming.clear()
         for table in self._tables.values():
             # What runs now was computed before the reset and must not come back into the index.
             table.published = NEVER
@@ -115,6 +132,60 @@ class ReusingKVCache(PagedKVCache, Generic[Pool]):
         if source.published == NEVER:
             table.published = NEVER
         return table
+
+    # ------------------------------------------------------------------ what is being computed
+
+    def _find_coming(
+        self, key: Callable[[int], Hashable], cached: int, begin: int, most: int, tail: int,
+    ) -> Coming | None:
+        """Of ``most`` pages that could be reused, the first ``begin`` are in the index, and ``cached`` tokens can be
+        reused now: how many can be once a running request has computed those that follow.
+
+        What counts is how much they have in common that the other one computes, and not how much of it is left to
+        come: else all who wait would stop waiting shortly before its end, and compute that."""
+        run = self._coming.find(key, begin, most) if self._coming and begin < most else None
+        if run is None:
+            return None
+        size = self._page_size
+        tokens = max(0, run.end * size - tail) // size * size
+        return Coming(run.request, tokens) if tokens > cached and (
+            tokens - run.first * size >= self.options.share_pending) else None
+
+    def _announce(self, request_id: str, table: Table) -> None:
+        """A request will compute the full pages of its known tokens, and publish them."""
+        first, begin, end = table.inherited, table.published, len(table.tokens) // self._page_size
+        least = self.options.share_pending
+        if least is not None and begin < end and (end - first) * self._page_size >= least:
+            self._coming.announce(request_id, first, end, self._page_keys(table, begin, end))
+
+    def _admit(
+        self, request_id: str, upto: int, match: Match, key: CacheKey | None, tokens: Sequence[int]
+    ) -> Grant | Answer:
+        grant = super()._admit(request_id, upto, match, key, tokens)
+        if isinstance(grant, Grant):
+            self._announce(request_id, self._tables[request_id])
+        return grant
+
+    def _undo_admit(self, request_id: str, table: Table, shared: Sequence[Sequence[int]]) -> None:
+        super()._undo_admit(request_id, table, shared)
+        self._coming.withdraw(request_id)
+
+    def _advance(self, request_id: str, table: Table) -> None:
+        super()._advance(request_id, table)
+        self._coming.arrived(request_id, table.published)
+
+    def release(self, request_id: str, fences: Iterable[Fence], retain: bool = True) -> Any:
+        self._coming.withdraw(request_id)
+        return super().release(request_id, fences, retain)
+
+    def _undo_release(self, request_id: str, table: Table, batch: Batch | None) -> None:
+        super()._undo_release(request_id, table, batch)
+        self._announce(request_id, table)
+
+    def check(self) -> None:
+        super().check()
+        tables = self._tables
+        self._coming.check(lambda request_id: tables[request_id].published if request_id in tables else None)
 
     # ------------------------------------------------------------------ events
 

@@ -92,15 +92,29 @@ class QueueScheduler(Scheduler):
         only suspends: the head starts when the slot is free.
         """
         ctx = step.ctx
+        self.waiting.begin_plan()
         if not step.full and (ctx.free_slots > 0 or self.policy.preemptive):
             self.probe_waiting(ctx)
-        while not step.full and (head := self.waiting.head(ctx.now)) is not None:
-            if ctx.free_slots <= 0 and not (self.policy.preemptive and self.suspend_one_behind(step, head)):
+        while not step.full and (ctx.free_slots > 0 or self.policy.preemptive):
+            view = self.next_head(ctx)
+            if view is None:
                 return
-            view = ctx.view(head.id)
-            if not view.ready:
-                return
+            if ctx.free_slots <= 0:
+                if not self.suspend_one_behind(step, view):
+                    return
+                ctx.view(view.id)  # again: the other one has left pages
             yield view
+
+    def next_head(self, ctx: PlanContext) -> RequestView | None:
+        """The first that waits for nothing but room. Those before it that cannot start, since what they would compute
+        is on its way, are passed over: they keep their places, and hold up nobody."""
+        while (head := self.waiting.head(ctx.now)) is not None:
+            view = ctx.view(head.id)
+            if view.ready:
+                return view
+            if not self.waiting.pass_over(head.id):
+                break
+        return None
 
     def probe_waiting(self, ctx: PlanContext) -> None:
         """Once a plan, and only for a policy that asks for it: each probe compares a whole prompt with the cache."""

@@ -8,6 +8,9 @@ from hotswap.core.interfaces.scheduler import QueuePolicy, RequestView
 
 Key = tuple[Any, ...]
 
+PASSED = 64
+"""At most so many requests are passed over in a plan: for each, its prompt was compared with the cache."""
+
 SLACK = 64
 """Entries of the heap that may be of requests that left, beside as many as there are requests that wait."""
 
@@ -19,6 +22,9 @@ class WaitingLine:
         self.policy = policy
         self._views: dict[str, RequestView] = {}
         self._heap: list[tuple[Key, str]] = []
+        self.passed: dict[str, None] = {}
+        """Requests that this plan has passed over, in order."""
+        self._aside: list[tuple[Key, str]] = []
 
     def __len__(self) -> int:
         return len(self._views)
@@ -39,13 +45,35 @@ class WaitingLine:
         """Ids of the first ``count`` of those that wait, in the order in which they began to."""
         return list(islice(self._views, count))
 
+    def begin_plan(self) -> None:
+        """Those that the last plan has passed over are in line again."""
+        self.passed.clear()
+        for entry in self._aside:
+            heapq.heappush(self._heap, entry)
+        self._aside.clear()
+
+    def pass_over(self, request_id: str) -> bool:
+        """It does not start in this plan, and is no head any more. False: too many were passed over already."""
+        if len(self.passed) >= PASSED:
+            return False
+        self.passed[request_id] = None
+        return True
+
     def head(self, now: float) -> RequestView | None:
         """The next request in order that the policy's gate lets through."""
         if not self.policy.dynamic:
-            while self._heap and self._heap[0][1] not in self._views:
-                heapq.heappop(self._heap)
-            first = self._views[self._heap[0][1]] if self._heap else None
+            first = self._first()
             if first is None or self.policy.gate(first, now) is None:
                 return first
-        candidates = (view for view in self._views.values() if self.policy.gate(view, now) is None)
+        candidates = (
+            view for view in self._views.values() if view.id not in self.passed and self.policy.gate(view, now) is None)
         return min(candidates, key=lambda view: self.policy.key(view, now), default=None)
+
+    def _first(self) -> RequestView | None:
+        """By the heap, whatever the gate says."""
+        heap = self._heap
+        while heap and (heap[0][1] in self.passed or heap[0][1] not in self._views):
+            entry = heapq.heappop(heap)
+            if entry[1] in self._views:
+                self._aside.append(entry)
+        return self._views[heap[0][1]] if heap else None

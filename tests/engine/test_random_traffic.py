@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hotswap.core.engine.context import COMPUTED_BY
 from hotswap.core.interfaces.scheduler import Answer, PlanContext, Scheduler, StepPlan, SuspendMode
 from hotswap.core.testing.rig import Rig, assert_clean, build, expected, make_rig, random_prompt
 from hotswap.core.testing.wrapping import Wrapped
@@ -36,6 +37,7 @@ class Unreliable(Wrapped):
             SEEN["plans undone"] += 1
             raise
         self.in_a_row = 0
+        SEEN["prefixes left to others"] += any(why.startswith(COMPUTED_BY) for _, why in ctx.holds)  # type: ignore[attr-defined]
         return plan
 
 
@@ -72,8 +74,10 @@ def trial(seed: int, scheduler: str, kv: str) -> None:
         windows["window"] = rng.choice([1, 3, 6, 13])
     depth, chained = rng.choice([(1, True), (2, True), (2, True), (3, False)])
     inner = build("scheduler", scheduler, policy=rng.choice(POLICIES))
+    options = {"share_pending": rng.choice([1, 8, 64, None])} if kv in ("prefix", "radix") else {}
     rig = make_rig(
-        Unreliable(inner, rng), kv, windows=windows, page_size=page_size, max_model_len=longest,
+        Unreliable(inner, rng), build("kvcache", kv, **options), windows=windows, page_size=page_size,
+        max_model_len=longest,
         num_pages=1 + -(-int(longest * rng.uniform(1.0, 2.5)) // page_size), max_batch_tokens=rng.choice([9, 16, 40]),
         max_running=rng.choice([3, 6]), depth=depth, chained=chained, lookahead=rng.choice([0, 0, 3]), seed=seed,
     )
@@ -138,5 +142,6 @@ def test_the_trials_did_what_they_claim() -> None:
     if sum(SEEN.values()) == 0:
         pytest.skip("the trials did not run")
     for what in ("plans undone", "two steps in flight", "accepted drafts", "rejected drafts", "preempted", "hits",
-                 "pages copied", "answer later", "answer no", "abort running in flight", "abort waiting"):
+                 "prefixes left to others", "pages copied", "answer later", "answer no", "abort running in flight",
+                 "abort waiting"):
         assert SEEN[what] > 0, (what, SEEN)

@@ -69,6 +69,18 @@ def test_weights_of_tenants_are_known_to_a_replay_since_the_config_names_them(re
     assert {"", "a"} < tenants and "b" not in tenants and len(tenants) == 3
 
 
+@pytest.mark.parametrize("kv", ["prefix", "radix"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_waits_for_what_others_compute_are_replayed(record, scheduler, kv):
+    kv = build("kvcache", kv, share_pending=4)
+    recording = record(scheduler=scheduler, kv=kv, num_pages=1 + 60, depth=2, max_batch_tokens=40)
+    for number in range(4):
+        recording.rig.add(f"together{number}", [3] * 30 + [number], 6)
+    same(recording.traffic(few_prompts=True))
+    held = {reason for event in events_of(recording, "step") for _, reason in event["holds"]}
+    assert "its prefix is being computed by together0" in held
+
+
 def test_steps_that_do_not_chain_are_replayed(record):
     same(record(depth=2, chained=False).traffic())
 

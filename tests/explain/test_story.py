@@ -3,6 +3,7 @@
 import pytest
 
 from hotswap.lab.decisions.lives import lives
+from hotswap.lab.decisions.overview import overview
 from hotswap.lab.decisions.story import NOT_LOOKED_AT, chapters
 
 
@@ -49,6 +50,20 @@ def test_a_request_behind_others_says_what_it_waits_for_and_what_was_done_meanwh
     [chapter] = waits
     assert (chapter.text, chapter.plans, chapter.others) == (NOT_LOOKED_AT, 10, (10, 18))
     assert chapter.end - chapter.begin == pytest.approx(0.010)
+
+
+def test_one_that_lets_another_compute_its_prefix_says_whom_and_the_overview_says_how_long_all_did(record):
+    recording = record(num_pages=1 + 100)
+    recording.rig.add("first", [3] * 70 + [1], 2)
+    for name in ("second", "third"):
+        recording.rig.add(name, [3] * 70 + [2], 2)
+    recording.rig.run()
+    log = recording.stop()
+    [waits, starts] = list(chapters(log, "second"))[1:3]
+    assert (waits.what, waits.text) == ("waits", "its prefix is being computed by first")
+    assert (waits.plans, waits.others) == (3, (3, 71)), "in chunks of 24, 24 and 23 tokens"
+    assert starts.text == "starts with 68 tokens that are there already"
+    assert overview(log).held["its prefix is being computed by another"] == pytest.approx(2 * (waits.end - waits.begin))
 
 
 def test_suspensions_name_who_made_room_for_whom(record):

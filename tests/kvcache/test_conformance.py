@@ -27,7 +27,7 @@ class TestPaged(KVCacheManagerSuite):
 
 class TestPrefix(KVCacheManagerSuite):
     def make_manager(self) -> KVCacheManager:
-        return PrefixKVCache()
+        return PrefixKVCache(PrefixKVCache.Options(share_pending=1))
 
 
 class TestPrefixWithFirstInFirstOut(KVCacheManagerSuite):
@@ -53,7 +53,7 @@ class TestPrefixWithSegmentedLRU(KVCacheManagerSuite):
 
 class TestRadix(KVCacheManagerSuite):
     def make_manager(self) -> KVCacheManager:
-        return RadixKVCache()
+        return RadixKVCache(RadixKVCache.Options(share_pending=1))
 
 
 class TestRadixWithFirstInFirstOut(KVCacheManagerSuite):

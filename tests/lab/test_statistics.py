@@ -448,13 +448,3 @@ def test_settings_that_contradict_themselves_are_refused():
     for wrong in ({"decide": ["tme"]}, {"margins": {"tme": 0.1}}):
         with pytest.raises(ValueError, match="'tme' is no metric of this experiment; there are time"):
             Monitor(["arm"], [TIME], Settings(**wrong))
-
-
-@pytest.mark.parametrize(("share", "effect"), [(1.0, inf), (0.5, inf), (0.1, 0.0)])
-def test_blocks_without_bound_make_an_effect_unbounded_and_no_factor_that_nobody_measured(share, effect):
-    """Failures in some of the arm's blocks: a mean with those must not look like a number."""
-    pairs = [Pair({"m": 1.0}, {"m": inf if n % 10 < 10 * share else 1.0}, n % 2 == 0) for n in range(40)]
-    for told, expected in ((pairs, effect), ([Pair(p.arm, p.base, p.base_first) for p in pairs], -min(1.0, effect))):
-        [found] = analyse({"arm": told}, [MetricSpec("m", "s", Better.LOWER, "m")], Settings(flips=999))
-        assert found.effect == expected
-        assert {found.low, found.high} <= {-1.0, 0.0, inf}
