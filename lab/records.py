@@ -133,7 +133,7 @@ class Result:
     """An experiment, whole or as far as it came. ``stopped``: why it ended ("all verdicts are in", "time is over",
     "arm b died: …"); ``partial`` where that was not as planned. ``divergences``: where greedy outputs of an arm first
     differ from the base's (``arm``, ``index`` of the request, ``position`` of the token, ``base`` and ``arm_token``);
-    ``outputs_compared``: by arm, of how many requests they were compared.
+    ``outputs_compared``: by arm, of how many requests they were compared; None where nobody wrote that down.
 
     ``configs``: each arm's effective config, the base's first: its key is the base's name among the blocks. ``pairs``:
     by arm, in the order in which they ran; with ``looks`` and the experiment's ``statistics`` they give
@@ -151,4 +151,4 @@ class Result:
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pairs: Mapping[str, Sequence[Pair]] = field(default_factory=dict)
     looks: Sequence[Look] = ()
-    outputs_compared: Mapping[str, int] = field(default_factory=dict)
+    outputs_compared: Mapping[str, int] | None = None

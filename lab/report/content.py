@@ -138,18 +138,19 @@ def _tally(arm: str, blocks: Sequence[BlockRecord]) -> Tally:
 
 def outputs(result: Result, most: int) -> list[str]:
     """Whether greedy outputs agree with the base's, arm by arm; the first ``most`` places where they do not."""
+    lines, counts = divergence_lines(result, most), result.outputs_compared
     differing = {str(found["arm"]) for found in result.divergences}
-    agreeing = [
-        f"{arm}: greedy outputs agree with the base's in all of {count:,} requests" if count else
-        f"{arm}: outputs were not compared: only greedy ones are, where both arms tell their tokens"
-        for arm in arms_of(result)[1:] if arm not in differing
-        for count in [result.outputs_compared.get(arm, 0)]]
-    return divergence_lines(result, most) + agreeing
+    for arm in arms_of(result)[1:] if counts is not None else ():
+        if arm not in differing and counts.get(arm):
+            lines.append(f"{arm}: greedy outputs agree with the base's in all of {counts[arm]:,} requests")
+        elif arm not in differing:
+            lines.append(f"{arm}: outputs were not compared: only greedy ones are, where both arms tell their tokens")
+    return lines
 
 
 def divergence_lines(result: Result, most: int) -> list[str]:
     """The first ``most`` places where greedy outputs differ from the base's, and how many there are by arm."""
-    counts, whole = Counter(str(found["arm"]) for found in result.divergences), result.outputs_compared
+    counts, whole = Counter(str(found["arm"]) for found in result.divergences), result.outputs_compared or {}
     lines = [f"{arm}: greedy outputs differ from the base's in {count:,} of {whole.get(arm, count):,} requests"
              for arm, count in counts.items()]
     return lines + [_divergence(found) for found in result.divergences[:most]]

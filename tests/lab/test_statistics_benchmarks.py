@@ -74,9 +74,9 @@ def test_simulated_experiments_find_what_is_there_and_nothing_else(slowdown, fou
     assert named.count({"worse"}) >= 3 if found else named.count(set()) >= 3
 
 
-@pytest.mark.real_model
-def test_noise_is_recorded_step_by_step(monkeypatch):
+def test_noise_is_recorded_step_by_step(monkeypatch, config):
     module = importlib.import_module("record_noise")
+    monkeypatch.setattr(module, "CONFIG", config)
     monkeypatch.setattr(module, "WORKLOAD", {"use": "synthetic", "prompt": 12, "output": 4})
     monkeypatch.setattr(module, "BLOCK_S", 0.2)
     running = module.blocks(5.0)
