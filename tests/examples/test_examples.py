@@ -23,6 +23,11 @@ REFUSED = {"flash": "needs a CUDA device"}
 """By example: what the check says where there is none."""
 NEEDS = {"disaggregated_nixl": ("nixl_cu12", "needs the extra nixl")}
 """By example: a package, and why it is skipped without."""
+FRANCE = "What is the capital of France?", "Paris"
+WEEK = "How many days has a week?", "7 days"
+ASKED = {"int8": WEEK, "int4": WEEK, "gguf": WEEK}
+"""By example: another question than that about France, whose first token is a near tie for a model this small: with
+activations in 8 bits it may speak French."""
 START_TIMEOUT_S, STOP_TIMEOUT_S = 120, 60
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
@@ -80,14 +85,15 @@ def test_it_starts_answers_and_ends(serve, config):
     if not importlib.util.find_spec(package):
         pytest.skip(why)
     process, url = serve(config)
-    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12,
+    text, word = ASKED.get(config.stem, FRANCE)
+    question = {"messages": [{"role": "user", "content": text}], "max_tokens": 12,
                 "temperature": 0, "model": "smollm2-135m-instruct"}
     with httpx.Client(base_url=url, timeout=120) as client:
         for choices in (1, 2):  # the second time some of it may come from a cache
             answer = client.post("/v1/chat/completions", json={**question, "n": choices})
             assert answer.status_code == 200, answer.text
             for choice in answer.json()["choices"]:
-                assert "Paris" in choice["message"]["content"]
+                assert word in choice["message"]["content"]
         assert client.get("/health").status_code == 200
     process.send_signal(signal.SIGTERM)
     assert process.wait(STOP_TIMEOUT_S) == 0

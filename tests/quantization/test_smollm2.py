@@ -17,10 +17,11 @@ pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
 MODEL = "smollm2-135m-instruct"
 USES = ("int8", "int4", "gguf")
-BYTES = {"none": 330e6, "int8": 200e6, "int4": 265e6, "gguf": 265e6}
+BYTES = {"none": 330e6, "int8": 265e6, "int4": 265e6, "gguf": 265e6}
 """At most, of weights. Dense in bfloat16 it is 269 MB; the prepacked form has the vocabulary's matrix twice."""
-KL = {"int8": 0.02, "int4": 0.15, "gguf": 0.02}
-"""Greatest mean divergence of the next token's distribution from bfloat16's, in nats."""
+KL = 0.03
+"""Greatest mean divergence of the next token's distribution from bfloat16's, in nats; about three times what was
+measured. The file's matrices are of 4 bits already, which int4 finds again."""
 
 
 def loaded(use):
@@ -54,8 +55,8 @@ def test_distributions_stay_near_those_of_bfloat16_in_steps_of_any_size(use, tex
         found = logits_of(model, text, chunks).log_softmax(-1)
         divergence = float((reference.exp() * (reference - found)).sum(-1).mean())
         agreed = float((found.argmax(-1) == reference.argmax(-1)).float().mean())
-        assert divergence <= KL[use], f"{use} in steps of {chunks[0]}: {divergence:.4f} nats"
-        assert agreed >= (0.75 if use == "int4" else 0.88), f"{use} in steps of {chunks[0]}: {agreed:.2f}"
+        assert divergence <= KL, f"{use} in steps of {chunks[0]}: {divergence:.4f} nats"
+        assert agreed >= 0.88, f"{use} in steps of {chunks[0]}: {agreed:.2f}"
 
 
 @pytest.mark.parametrize("use", ("none", *USES))
@@ -63,15 +64,12 @@ def test_an_engine_answers_with_it_alone_and_in_a_batch(use):
     config = {
         "model": MODEL, "dtype": "bfloat16", "device": "cpu", "max_model_len": 512, "quantization": use,
         "scheduler": {"max_batch_tokens": 256, "max_running": 16}, "kvcache": {"memory": "128MiB"}}
-    questions = ["What is the capital of France?", "What is the capital of Italy?", "How many days has a week?"]
-    asked = [[{"role": "user", "content": question}] for question in questions]
+    asked = [[{"role": "user", "content": question}] for question in ("How many days has a week?", "What is 2+2?")]
     with LLM(config) as llm:
-        answers = llm.chat(asked * 4, max_tokens=12, temperature=0)
-        alone = llm.chat(asked[0], max_tokens=12, temperature=0)[0]
-    for answer, word in zip(answers, ["Paris", "Rome", "7 days|seven days"] * 4, strict=True):
-        text = answer.outputs[0].text
-        assert any(each in text for each in word.split("|")), f"{use}: {text}"
-    assert "Paris" in alone.outputs[0].text
+        answers = llm.chat(asked * 5, max_tokens=14, temperature=0)
+        answers += [llm.chat(one, max_tokens=14, temperature=0)[0] for one in asked]
+    for answer, word in zip(answers, ["7 days", "is 4"] * 6, strict=True):
+        assert word in answer.outputs[0].text, f"{use}: {answer.outputs[0].text}"
 
 
 def test_a_rank_reports_what_its_packed_weights_take():
