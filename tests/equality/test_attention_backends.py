@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from hotswap.plugins.attention.cpu import CPUAttention
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 from hotswap.plugins.attention.triton.backend import TritonAttention
 
@@ -16,7 +17,7 @@ NGRAM = {"use": "ngram", "min_n": 1, "max_n": 3, "max_draft": 3}
 def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int | None]]:
     """The uniform query length of each step that a backend planned for, by the backend's class."""
     steps: dict[str, list[int | None]] = {}
-    for backend in (TorchAttention, TritonAttention):
+    for backend in (TorchAttention, CPUAttention, TritonAttention):
         def plan(self: Any, state: Any, layout: Any, backend: Any = backend, plan: Any = backend.plan) -> None:
             steps.setdefault(f"{backend.__name__} {id(self)}", []).append(layout.uniform_query_len)
             plan(self, state, layout)
@@ -53,7 +54,15 @@ def test_the_triton_kernels_give_the_tokens_of_transformers(run: Any, book: Any,
     assert seen["accepted"] and seen["rejected"]
 
 
-@pytest.mark.parametrize("decode", ["torch", "triton"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_cpu_kernels_give_the_tokens_of_transformers(run: Any, thrice: Any, tiny: Any, depth: int) -> None:
+    """Chunks, prefix hits, drafts and preemption."""
+    seen = thrice(run(tiny.config("chunked", "prefix", NGRAM, depth, attention="cpu")), tiny, 24, depth)
+    assert seen["cut prompts"] and seen["cached tokens"] and seen["preempted"]
+    assert seen["accepted"] and seen["rejected"]
+
+
+@pytest.mark.parametrize("decode", ["torch", "cpu", "triton"])
 def test_one_backend_for_prefill_and_another_for_decode(
     run: Any, book: Any, tiny: Any, planned: Any, decode: str,
 ) -> None:

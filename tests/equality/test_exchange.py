@@ -30,7 +30,7 @@ SCHEDULERS = ("static", "continuous", "chunked", "prefill_first")
 POLICIES = ("fcfs", "priority", "fair_share", "shortest_first", "longest_prefix_first")
 MANAGERS = ("paged", "prefix", "radix", "contiguous")
 EVICTIONS = ("lru", "fifo", "lfu", "slru")
-ATTENTION = (["attention=torch"], ["attention={use: composite, prefill: torch, decode: torch}"])
+ATTENTION = (["attention=torch"], ["attention=cpu"], ["attention={use: composite, prefill: torch, decode: torch}"])
 STREAMS = 16
 TOKENS = 40
 

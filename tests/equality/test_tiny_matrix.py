@@ -13,6 +13,7 @@ SCHEDULERS = ["static", "continuous", "chunked", "prefill_first"]
 KV_MANAGERS = ["contiguous", "paged", "prefix", "radix"]
 SPECULATORS: list[dict[str, Any]] = [{"use": "none"}, {"use": "ngram", "min_n": 1, "max_n": 3, "max_draft": 3}]
 DEPTHS = [1, 2]
+ATTENTION = ["torch", "cpu"]
 
 MAX_TOKENS = 24
 
@@ -21,9 +22,17 @@ PRODUCT = list(itertools.product(range(4), range(4), range(2), range(2)))
 COVERING = [(s, k, d, v) for s, k, d, v in PRODUCT if (d, v) == ((s + k) % 2, (s // 2 + k // 2) % 2)]
 
 
+def attention_of(s: int, k: int) -> str:
+    """Of a scheduler and a manager: not a factor of its own, which would double the list."""
+    return ATTENTION[(k + s // 2) % 2]
+
+
 def test_the_list_covers_every_pair() -> None:
     for a, b in itertools.combinations(range(4), 2):
         assert {(run[a], run[b]) for run in COVERING} == {(run[a], run[b]) for run in PRODUCT}
+    for a in range(4):
+        assert {(run[a], attention_of(*run[:2])) for run in COVERING} == {
+            (run[a], attention) for run in PRODUCT for attention in ATTENTION}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -31,16 +40,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "combination" in metafunc.fixturenames:
         chosen = PRODUCT if metafunc.config.getoption("--whole") else COVERING
         metafunc.parametrize("combination", [
-            pytest.param((SCHEDULERS[s], KV_MANAGERS[k], SPECULATORS[d], DEPTHS[v]),
+            pytest.param((SCHEDULERS[s], KV_MANAGERS[k], SPECULATORS[d], DEPTHS[v], attention_of(s, k)),
                          id=f"{SCHEDULERS[s]}-{KV_MANAGERS[k]}-{SPECULATORS[d]['use']}-{DEPTHS[v]}")
             for s, k, d, v in chosen])
 
 
 def test_every_combination_gives_the_tokens_of_transformers(
-    run: Any, thrice: Any, book: Any, tiny: Any, combination: tuple[str, str, dict[str, Any], int],
+    run: Any, thrice: Any, book: Any, tiny: Any, combination: tuple[str, str, dict[str, Any], int, str],
 ) -> None:
-    scheduler, kv, speculator, depth = combination
-    engine = run(tiny.config(scheduler, kv, speculator, depth))
+    scheduler, kv, speculator, depth, attention = combination
+    engine = run(tiny.config(scheduler, kv, speculator, depth, attention=attention))
     seen = thrice(engine, tiny, MAX_TOKENS, depth)
     if scheduler in ("static", "chunked"):
         assert seen["cut prompts"], "the prompts should be more than a step holds"

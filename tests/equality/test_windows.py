@@ -73,15 +73,16 @@ def test_at_the_end_of_a_long_answer_a_request_holds_no_more_of_the_window_than_
     assert tables.most["window"] <= WINDOW // PAGE + 2, "the window, the page that it leaves, the one that is written"
 
 
-@pytest.mark.parametrize(("scheduler", "kv", "speculator", "depth"), [
-    ("chunked", "paged", "none", 1), ("continuous", "paged", NGRAM, 2), ("static", "prefix", NGRAM, 1),
-    ("chunked", "prefix", NGRAM, 2), ("prefill_first", "prefix", "none", 2), ("chunked", "radix", NGRAM, 2),
-    ("continuous", "radix", "none", 1), ("static", "contiguous", NGRAM, 2),
+@pytest.mark.parametrize(("scheduler", "kv", "speculator", "depth", "attention"), [
+    ("chunked", "paged", "none", 1, "torch"), ("continuous", "paged", NGRAM, 2, "cpu"),
+    ("static", "prefix", NGRAM, 1, "torch"), ("chunked", "prefix", NGRAM, 2, "cpu"),
+    ("prefill_first", "prefix", "none", 2, "torch"), ("chunked", "radix", NGRAM, 2, "torch"),
+    ("continuous", "radix", "none", 1, "cpu"), ("static", "contiguous", NGRAM, 2, "cpu"),
 ])
 def test_every_part_gives_the_tokens_of_transformers(
-    run: Any, book: Any, two_groups: Any, scheduler: str, kv: str, speculator: Any, depth: int,
+    run: Any, book: Any, two_groups: Any, scheduler: str, kv: str, speculator: Any, depth: int, attention: str,
 ) -> None:
-    engine = run(two_groups.config(scheduler, kv, speculator, depth))
+    engine = run(two_groups.config(scheduler, kv, speculator, depth, attention=attention))
     prompts = two_groups.prompts()
     assert max(map(len, prompts)) > 2 * WINDOW
     for abort in ({}, {}, {1: 3, 4: 3}):  # cold, warm, with requests that are given up
