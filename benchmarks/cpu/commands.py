@@ -19,6 +19,7 @@ from benchmarks.cpu.table import as_json, shown_run, tables
 from hotswap.core.errors import ConfigError, HotswapError
 from hotswap.lab.commands.assignments import assignments
 from hotswap.lab.environment import environment
+from hotswap.lab.statistics.signed_rank import QUAD
 
 RESULTS = ROOT / "benchmarks" / "results"
 DEFAULT_LOADS = "single,batch8,mixed,prefix,http"
@@ -39,7 +40,7 @@ def of_a_comparison(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="A config key of hotswap's engines."),
         click.option("--threads", type=click.IntRange(min=1), help="Of the engines. By default one a core."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of the order of engines."),
-        click.option("--quick", is_flag=True, help="Four short requests a load, one round: does all of it run?"),
+        click.option("--quick", is_flag=True, help="A few short requests: does all of it run?"),
         click.option("--out", type=click.Path(path_type=Path), help="For the JSON; by default in benchmarks/results."),
     ):
         function = option(function)
@@ -72,7 +73,7 @@ def command(
         for name, reason in found.missing.items():
             click.echo(f"left out: {name}, since {reason}", err=True)
     runs = measure(chosen, rounds, given)
-    click.echo(tables(runs))
+    click.echo(tables(runs, chosen[0].name))
     ctx.exit(1 if any(run.error is not None for run in runs) else 0)
 
 
@@ -95,8 +96,8 @@ def compare(ctx: click.Context, base: str, changed: str, rounds: int, **given: A
         arms = [
             arm(ours, name, stack.enter_context(checked_out(name, folder / place)), folder / f"{place}-metadata")
             for place, name in (("base", base), ("changed", changed))]
-        runs = measure(arms, rounds + rounds % 2, given)
-    click.echo(tables(runs))
+        runs = measure(arms, rounds + rounds % QUAD, given, QUAD)
+    click.echo(tables(runs, changed))
     click.echo("\n" + verdicts(compared(runs, base, changed), base, changed))
     ctx.exit(1 if any(run.error is not None for run in runs) else 0)
 
@@ -149,7 +150,7 @@ def weights(home: str | None, model: str) -> None:
         click.echo(path)
 
 
-def measure(engines: Sequence[Engine], rounds: int, given: dict[str, Any]) -> list[Run]:
+def measure(engines: Sequence[Engine], rounds: int, given: dict[str, Any], quick_rounds: int = 1) -> list[Run]:
     """All rounds, told as they come and written down after each run: what was measured is not lost."""
     loads = given["loads"].split(",")
     if unknown := [load for load in loads if load not in LOADS]:
@@ -157,7 +158,7 @@ def measure(engines: Sequence[Engine], rounds: int, given: dict[str, Any]) -> li
     out = writable(given["out"] or _result_file("engines"))
     logs = out.with_suffix(".logs")
     logs.mkdir(exist_ok=True)
-    plan = Plan(engines, loads, 1 if given["quick"] else rounds, logs, given["quick"], given["seed"])
+    plan = Plan(engines, loads, quick_rounds if given["quick"] else rounds, logs, given["quick"], given["seed"])
     about = {
         "environment": environment(), "rounds": plan.rounds, "quick": plan.quick,
         "engines": {

@@ -23,23 +23,22 @@ MEMORY = "memory_mib"
 NOTHING = "–"
 
 
-def tables(runs: Sequence[Run]) -> str:
-    """One table a load, the best engine first. The last column is how many times as good the first engine is as each
-    other; the first is the one that ran first of all."""
-    parts = [_table(load, [run for run in runs if run.load == load]) for load in COLUMNS]
+def tables(runs: Sequence[Run], base: str) -> str:
+    """One table a load, the best engine first. The last column but one is how many times as good ``base`` is as each
+    other."""
+    parts = [_table(load, [run for run in runs if run.load == load], base) for load in COLUMNS]
     return "\n\n".join(part for part in [*parts, _servers(runs), _footnote(runs)] if part)
 
 
-def _table(load: str, runs: Sequence[Run]) -> str:
-    engines = list(dict.fromkeys(run.engine for run in sorted(runs, key=lambda run: run.round)))
+def _table(load: str, runs: Sequence[Run], base: str) -> str:
+    engines = list(dict.fromkeys(run.engine for run in runs))
     if not engines:
         return ""
-    first = next((engine for engine in engines if engine.startswith("hotswap")), engines[0])
     columns = [*COLUMNS[load], *([MEMORY] if load in LOADS else [])]
     words = f": {LOADS[load].words}" if load in LOADS else ""
     titles = [FIGURES[column].title for column in columns]
-    rows = [["engine", *titles, f"{first} is better by", "runs"]]
-    rows += [_row(engine, first, load, columns, runs) for engine in ranked(engines, load, runs)]
+    rows = [["engine", *titles, f"{base} is better by", "runs"]]
+    rows += [_row(engine, base, load, columns, runs) for engine in ranked(engines, load, runs)]
     if len(engines) == 1:
         rows = [[*row[:-2], row[-1]] for row in rows]
     head, *rest = map(_line, rows)
@@ -58,12 +57,12 @@ def ranked(engines: Sequence[str], load: str, runs: Sequence[Run]) -> list[str]:
     return sorted(engines, key=place)
 
 
-def _row(engine: str, first: str, load: str, columns: Sequence[str], runs: Sequence[Run]) -> list[str]:
+def _row(engine: str, base: str, load: str, columns: Sequence[str], runs: Sequence[Run]) -> list[str]:
     own = [run for run in runs if run.engine == engine]
     cells = [shown(spread_of(own, engine, load, column)) for column in columns]
     if errors := [run.error for run in own if run.error is not None]:
         cells[0] = f"{cells[0]} failed: {errors[0].splitlines()[-1][:80]}"
-    ratio = NOTHING if engine == first else shown(ratio_of(runs, first, engine, load, HEADLINES[load]), "×")
+    ratio = NOTHING if engine == base else shown(ratio_of(runs, base, engine, load, HEADLINES[load]), "×")
     counted = sum(run.counts for run in own)
     return [engine, *cells, ratio, str(counted) if counted == len(own) else f"{counted} of {len(own)}"]
 

@@ -61,7 +61,7 @@ def test_a_server_is_compared_with_its_own_engine_in_the_same_round():
     runs = [run("hotswap", 1, 90, "http", "out_tok_s"), run("hotswap", 1, 100, "offline16", "out_tok_s"),
             run("hotswap", 2, 10, "http", "out_tok_s"), run("hotswap", 2, 100, "offline16", "out_tok_s", others=1.0)]
     assert share_of_offline(runs, "hotswap") == (0.9, 0.9, 0.9, 1)
-    assert "hotswap: its server gives 0.90× the output tokens/s" in tables(runs)
+    assert "hotswap: its server gives 0.90× the output tokens/s" in tables(runs, "hotswap")
 
 
 def test_the_table_has_the_best_first_and_says_what_was_left_out():
@@ -69,7 +69,7 @@ def test_the_table_has_the_best_first_and_says_what_was_left_out():
 
     text = tables([
         run("hotswap", 1, 10), run("peer", 1, 5), run("hotswap", 2, 12), run("peer", 2, 6, others=1.0),
-        run("broken", 1, 0, error="Traceback\nIt fell over")])
+        run("broken", 1, 0, error="Traceback\nIt fell over")], "hotswap")
     lines = text.splitlines()
     assert lines[0] == "### single: 1 × 128 in, 128 out"
     assert lines[4] == "| peer | – | 5.00 | – | 100 | 0.50× | 1 of 2 |"
