@@ -23,7 +23,7 @@ from benchmarks.workloads import Item
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.errors import HotswapError
 from hotswap.core.interfaces.workload import WorkItem
-from hotswap.lab.load import ClosedLoop, run_load
+from hotswap.lab.load import INTERRUPTED, ClosedLoop, run_load
 from hotswap.lab.records import BlockRecord, RequestRecord
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
 
@@ -184,7 +184,7 @@ class Server:
         stretch = run_load(
             self._target, asked, ClosedLoop(streams), self._now, name=name, window=RUN_LIMIT_S)
         self._target.close()
-        if stretch.interrupted:
+        if stretch.broken == INTERRUPTED:
             raise KeyboardInterrupt
         return whole(items, BlockRecord(name, 0, 0, stretch.wall, stretch.records))
 

@@ -1,5 +1,6 @@
 """Engines are started, asked and ended in turns; what goes wrong is told and is no figure."""
 
+import json
 import os
 import re
 import time
@@ -118,3 +119,22 @@ def test_peak_memory_counts_what_was_given_back_and_shared_pages_once(tmp_path):
     (folder / "smaps_rollup").write_text("00400000-7ff rollup\nRss:  300 kB\nPss:  120 kB\n")
     (folder / "status").write_text("Name: x\nVmHWM:  500 kB\nVmRSS:  300 kB\n")
     assert peak_of([os.getpid()], tmp_path) == (120 + 500 - 300) * 1024
+
+
+def test_who_interrupts_a_load_ends_the_server_and_keeps_what_was_measured(fake, tmp_path, monkeypatch, children):
+    from benchmarks.cpu import commands, subject
+    from hotswap.lab.load import INTERRUPTED, Stretch
+
+    whole = subject.run_load
+
+    def broken(target, items, load, now, *, name, window):
+        if name.startswith("http"):
+            return Stretch((), 0.1, INTERRUPTED)
+        return whole(target, items, load, now, name=name, window=window)
+
+    monkeypatch.setattr(subject, "run_load", broken)
+    given = {"loads": "single,http", "out": tmp_path / "out.json", "quick": True, "seed": 0}
+    runs = commands.measure([fake(faces=["http"])], 1, given)
+    assert [run.load for run in runs] == ["start-http", "single"] and not children(os.getpid())
+    kept = json.loads((tmp_path / "out.json").read_text())
+    assert [run["load"] for run in kept["runs"]] == ["start-http", "single"] and kept["engines"]["fake"]["cpus"] == [0]
