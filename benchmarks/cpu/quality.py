@@ -47,14 +47,14 @@ class Scores:
     agreed: int = 0
     divergences: list[torch.Tensor] = field(default_factory=list)
 
-    def add(self, logits: torch.Tensor, reference: torch.Tensor, ids: Sequence[int]) -> None:
-        """logits, reference [T, V] behind ``ids`` [T]; the last has no successor to predict."""
-        own, other = logits[:-1].log_softmax(-1), reference[:-1].log_softmax(-1)
+    def add(self, own: torch.Tensor, other: torch.Tensor, odds: torch.Tensor, ids: Sequence[int]) -> None:
+        """``own``, ``other`` [T - 1, V] float32: log probabilities behind all of ``ids`` [T] but the last, which has no
+        successor to predict. ``odds``: e to the power of ``other``, the reference's."""
         right = torch.tensor(ids[1:])[:, None]
         self.loss -= float(own.gather(1, right).double().sum())
         self.tokens += len(right)
         self.agreed += int((own.argmax(-1) == other.argmax(-1)).sum())
-        self.divergences.append((other.exp() * (other - own)).sum(-1))
+        self.divergences.append((other - own).mul_(odds).sum(-1))
 
     def summary(self) -> dict[str, float]:
         divergence = torch.cat(self.divergences)
@@ -105,11 +105,11 @@ def windows(checkpoint: Checkpoint, tokens: int, window: int) -> Iterator[list[i
 def measure(subjects: Sequence[Subject], texts: Sequence[Sequence[int]], rows: int) -> None:
     for number, ids in enumerate(texts):
         chunks = [min(rows, len(ids) - start) for start in range(0, len(ids), rows)]
-        reference: torch.Tensor | None = None
+        reference: tuple[torch.Tensor, torch.Tensor] | None = None
         for subject in subjects:
-            logits = logits_of(subject.model, ids, chunks)
-            reference = logits if reference is None else reference
-            subject.scores.add(logits, reference, ids)
+            own = logits_of(subject.model, ids, chunks)[:-1].float().log_softmax(-1)
+            reference = reference or (own, own.exp())
+            subject.scores.add(own, *reference, ids)
         print(f"window {number + 1} of {len(texts)}", end="\r", file=sys.stderr)
 
 

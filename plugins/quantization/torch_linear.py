@@ -13,6 +13,9 @@ from hotswap.plugins.quantization.operators import INT8, lacking, needed, no_one
 LARGEST = 127
 """Of the 8-bit numbers, symmetric around 0."""
 
+_SHIFT = 128
+"""Is added to the 8-bit numbers of rows."""
+
 _PREPACK_8, _MULTIPLY_8 = "onednn.qlinear_prepack", "onednn.qlinear_pointwise"
 _PACK_4, _MULTIPLY_4 = "aten._convert_weight_to_int4pack_for_cpu", "aten._weight_int4pack_mm_for_cpu"
 _TILE_ROWS = 16
@@ -33,15 +36,16 @@ def no_int4_products() -> str:
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, I] -> int8 [T, I] and scales [T, 1] float32: the largest magnitude of a row becomes 127."""
+    """x [T, I] -> whole numbers [T, I] and scales [T, 1], float32: the largest magnitude of a row becomes 127."""
     peaks = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True).float()
     scales = peaks.div_(LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
-    return (x / scales).round_().to(torch.int8), scales
+    return (x / scales).round_(), scales
 
 
 def int8_linear(dense: torch.Tensor, bias: torch.Tensor | None) -> "Int8Linear | WidenedLinear":
     """dense [O, I] float32."""
-    return (WidenedLinear if no_int8_products() else Int8Linear)(*quantize_rows(dense), bias)
+    rows, scales = quantize_rows(dense)
+    return (WidenedLinear if no_int8_products() else Int8Linear)(rows.to(torch.int8), scales, bias)
 
 
 class Int8Linear:
@@ -59,8 +63,9 @@ class Int8Linear:
         if not len(x):
             return x.new_empty(0, self._out_features)
         rows, scales = quantize_rows(x.contiguous())
+        shifted = rows.add_(_SHIFT).to(torch.uint8)  # oneDNN multiplies numbers with a sign by a loop of plain C++
         y: torch.Tensor = self._multiply(
-            rows, 1.0, 0, self._weight, self._scales, self._zeros, None, 1.0, 0, x.dtype, "none", [], "")
+            shifted, 1.0, _SHIFT, self._weight, self._scales, self._zeros, None, 1.0, 0, x.dtype, "none", [], "")
         y.mul_(scales)
         return y if self._bias is None else y.add_(self._bias)
 

@@ -44,7 +44,7 @@ def text():
 def reference(text):
     model, num_bytes = loaded("none")
     assert num_bytes < BYTES["none"]
-    return logits_of(model, text).log_softmax(-1)
+    return logits_of(model, text).float().log_softmax(-1)
 
 
 @pytest.mark.parametrize("use", USES)
@@ -52,7 +52,7 @@ def test_distributions_stay_near_those_of_bfloat16_in_steps_of_any_size(use, tex
     model, num_bytes = loaded(use)
     assert num_bytes < BYTES[use]
     for chunks in ([len(text)], [3] * (len(text) // 3)):
-        found = logits_of(model, text, chunks).log_softmax(-1)
+        found = logits_of(model, text, chunks).float().log_softmax(-1)
         divergence = float((reference.exp() * (reference - found)).sum(-1).mean())
         agreed = float((found.argmax(-1) == reference.argmax(-1)).float().mean())
         assert divergence <= KL, f"{use} in steps of {chunks[0]}: {divergence:.4f} nats"
