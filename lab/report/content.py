@@ -139,11 +139,13 @@ def _tally(arm: str, blocks: Sequence[BlockRecord]) -> Tally:
 def outputs(result: Result, most: int) -> list[str]:
     """Whether greedy outputs agree with the base's, arm by arm; the first ``most`` places where they do not."""
     lines, counts = divergence_lines(result, most), result.outputs_compared
+    if counts is None:
+        return lines
     differing = {str(found["arm"]) for found in result.divergences}
-    for arm in arms_of(result)[1:] if counts is not None else ():
-        if arm not in differing and counts.get(arm):
-            lines.append(f"{arm}: greedy outputs agree with the base's in all of {counts[arm]:,} requests")
-        elif arm not in differing:
+    for arm in [arm for arm in arms_of(result)[1:] if arm not in differing]:
+        if count := counts.get(arm, 0):
+            lines.append(f"{arm}: greedy outputs agree with the base's in all of {count:,} requests")
+        else:
             lines.append(f"{arm}: outputs were not compared: only greedy ones are, where both arms tell their tokens")
     return lines
 

@@ -155,7 +155,8 @@ def test_a_trace_that_begins_again_goes_on_behind_its_end():
     assert [item.prompt[0] for item in again] == [5] * 5 + [6] * 5 + [7] * 2, "and is not the same again"
 
 
-def test_a_target_that_falls_silent_and_is_dead_does_not_hold_the_run_up():
+def test_a_target_that_falls_silent_and_is_dead_does_not_hold_the_run_up(monkeypatch):
+    monkeypatch.setattr(load, "LOOK_S", 0.05)
     records = run_load(Echo(hangs=True, dies_after=2), plain(4), ClosedLoop(2), NOW, name="x").records
     assert [record.error for record in records] == ["it is dead"] * 2
 

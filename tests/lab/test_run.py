@@ -162,7 +162,7 @@ def test_blocks_are_as_long_as_the_slowest_arm_makes_them(script):
 
 def test_the_time_is_kept_and_quads_are_whole(script):
     begin = NOW()
-    measured = run({"base": script(0.02), "b": script(0.02)}, pairs=None, minutes=0.02)
+    measured = run({"base": script(0.02), "b": script(0.02)}, pairs=None, minutes=0.01)
     assert NOW() - begin < 10
     assert measured.stopped == "time is over" and not measured.partial
     assert len(measured.pairs["b"]) % 2 == 0
