@@ -433,6 +433,17 @@ def example() -> Examples:
 
 
 @pytest.fixture
+def torch_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for graphs records operations of torch's: kernels for CPUs, which are none, are not taken."""
+    from hotswap.plugins.operators.cpu import CPUOperators
+
+    def refuse(self: Any, device: str, dtype: torch.dtype) -> Any:
+        raise ConfigError("they are recorded")
+
+    monkeypatch.setattr(CPUOperators, "bind", refuse)
+
+
+@pytest.fixture
 def book() -> Iterator[TieBook]:
     """Compares with the reference; after the test, near ties must have been rare."""
     ties = TieBook()

@@ -175,7 +175,7 @@ def test_the_example_starts_with_this_head(run: Any, book: Any, tiny: Any, head:
 
 
 def test_with_graphs_a_head_changes_no_token(
-    run: Any, book: Any, tiny: Any, head: Any, monkeypatch: pytest.MonkeyPatch,
+    run: Any, book: Any, tiny: Any, head: Any, monkeypatch: pytest.MonkeyPatch, torch_operators: None,
 ) -> None:
     monkeypatch.setitem(graphs.DEVICES, "cpu", RecordingGraphs)
     settings = tiny.config("chunked", "prefix", {"use": "eagle", "model": str(head[1]), "max_draft": 3}, 2)

@@ -30,7 +30,7 @@ class Tally(Observer):
 
 
 @pytest.fixture(autouse=True)
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[RecordingGraphs]:
+def devices(monkeypatch: pytest.MonkeyPatch, torch_operators: None) -> list[RecordingGraphs]:
     """The CPU records; the list gets each device that an engine makes."""
     made: list[RecordingGraphs] = []
 
