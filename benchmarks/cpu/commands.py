@@ -13,7 +13,7 @@ import click
 
 from benchmarks.cpu.figures import Run
 from benchmarks.cpu.loads import LOADS
-from benchmarks.cpu.peers import HERE, OURS, ROOT, Engine, read_peers
+from benchmarks.cpu.peers import OURS, ROOT, Engine, read_peers
 from benchmarks.cpu.rounds import Plan, run
 from benchmarks.cpu.table import as_json, shown_run, tables
 from hotswap.core.errors import ConfigError, HotswapError
@@ -22,6 +22,7 @@ from hotswap.lab.environment import environment
 from hotswap.lab.statistics.signed_rank import QUAD
 
 RESULTS = ROOT / "benchmarks" / "results"
+PEERS, CONFIG = (Path(__file__).with_name(name) for name in ("peers.yaml", "hotswap.yaml"))
 DEFAULT_LOADS = "single,batch8,mixed,prefix,http"
 
 
@@ -50,7 +51,7 @@ def of_a_comparison(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.group(invoke_without_command=True)
 @click.option("--engines", metavar="NAME,…", help="Of the peers file; by default all that are installed.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--peers", type=click.Path(path_type=Path, exists=True), default=HERE / "peers.yaml", help="Which file.")
+@click.option("--peers", type=click.Path(path_type=Path, exists=True), default=PEERS, help="Which file.")
 @click.option("--home", help="Where the peers' environments and weights are, in place of the peers file's.")
 @click.option("--peer", "pythons", multiple=True, metavar="NAME=PYTHON", help="An engine's or adapter's own Python.")
 @of_a_comparison
@@ -85,25 +86,26 @@ def command(
 @click.pass_context
 def compare(ctx: click.Context, base: str, changed: str, rounds: int, **given: Any) -> None:
     """Two commits of hotswap against each other; "." is the tree as it lies there."""
-    from benchmarks.cpu.compare import arm, checked_out, compared, verdicts
+    from benchmarks.cpu.compare import HERE, HERE_NAME, arm, checked_out, compared, verdicts
 
     if base == changed:
         raise ConfigError(f"both are {base!r}: give two commits, or a commit and '.' for the tree as it is", "compare")
     found = read_peers(sets=assignments("--set", given["sets"]), threads=given["threads"])
     ours = found.chosen([OURS])[0]
+    names = [HERE_NAME if commit == HERE else commit for commit in (base, changed)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotswap-compare-")))
         arms = [
-            arm(ours, name, stack.enter_context(checked_out(name, folder / place)), folder / f"{place}-metadata")
-            for place, name in (("base", base), ("changed", changed))]
+            arm(ours, name, stack.enter_context(checked_out(commit, folder / place)), folder / f"{place}-metadata")
+            for place, commit, name in zip(("base", "changed"), (base, changed), names, strict=True)]
         runs = measure(arms, rounds + rounds % QUAD, given, QUAD)
-    click.echo(tables(runs, changed))
-    click.echo("\n" + verdicts(compared(runs, base, changed), base, changed))
+    click.echo(tables(runs, names[1]))
+    click.echo("\n" + verdicts(compared(runs, *names), *names))
     ctx.exit(1 if any(run.error is not None for run in runs) else 0)
 
 
 @command.command("ceilings")
-@click.option("--config", type=click.Path(path_type=Path), default=HERE / "hotswap.yaml", help="Whose model's shapes.")
+@click.option("--config", type=click.Path(path_type=Path), default=CONFIG, help="Whose model's shapes.")
 @click.option("--rows", default="1,8,64,512", show_default=True, help="Tokens of a step.")
 @click.option("--threads", type=click.IntRange(min=1), help="By default as many as cores.")
 @click.option("--quick", is_flag=True, help="As short as can be.")
@@ -119,7 +121,7 @@ def ceilings(config: Path, rows: str, threads: int | None, quick: bool, out: Pat
 
 
 @command.command("profile")
-@click.option("--config", type=click.Path(path_type=Path), default=HERE / "hotswap.yaml")
+@click.option("--config", type=click.Path(path_type=Path), default=CONFIG)
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="A config key.")
 @click.option("--rows", default="1,8,64", show_default=True, help="Requests that decode together.")
 @click.option("--context", type=click.IntRange(min=1), default=192, show_default=True, help="Tokens of each, about.")

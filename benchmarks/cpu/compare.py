@@ -9,17 +9,19 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 
 from benchmarks.cpu.figures import FIGURES, HEADLINES, Run
 from benchmarks.cpu.peers import ROOT, Engine, environment
+from benchmarks.cpu.table import NOTHING
 from hotswap.core.errors import ConfigError
 from hotswap.lab.records import Comparison, MetricSpec, Pair
 from hotswap.lab.statistics import Settings, analyse
 from hotswap.lab.statistics.signed_rank import QUAD
 
-HERE = "."
-"""In place of a commit: the tree as it lies there, changes included."""
+HERE, HERE_NAME = ".", "this tree"
+"""In place of a commit: the tree as it lies there, changes included; and how it is called."""
 
 
 @contextmanager
@@ -92,8 +94,9 @@ def verdicts(found: Mapping[str, Comparison], base: str, changed: str) -> str:
     lines = [f"### {changed} against {base}", "", "| load | figure | base | changed | effect (95 %) | verdict |",
              "|---|---|---|---|---|---|"]
     for load, one in found.items():
-        effect = f"{one.effect:+.1%} ({one.low:+.1%} to {one.high:+.1%})"
-        lines.append(
-            f"| {load} | {FIGURES[HEADLINES[load]].title} | {one.base_value:.4g} | {one.arm_value:.4g} | {effect} | "
-            f"{one.outcome.value} |")
+        values = [NOTHING] * 3
+        if not isnan(one.effect):
+            values = [f"{one.base_value:.4g}", f"{one.arm_value:.4g}",
+                      f"{one.effect:+.1%} ({one.low:+.1%} to {one.high:+.1%})"]
+        lines.append(f"| {load} | {FIGURES[HEADLINES[load]].title} | {' | '.join(values)} | {one.outcome.value} |")
     return "\n".join(lines)

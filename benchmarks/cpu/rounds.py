@@ -1,5 +1,6 @@
 """Round after round: every engine once, alone on the machine, in an order drawn by lot and then turned round."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -55,7 +56,7 @@ def run(plan: Plan) -> Iterator[Run]:
 
 
 def _turn(plan: Plan, engine: Engine, face: str, loads: Sequence[str], number: int) -> Iterator[Run]:
-    log = plan.logs / f"{engine.name}-{face}.log"
+    log = plan.logs / f"{re.sub('[^a-zA-Z0-9._-]+', '-', engine.name)}-{face}.log"
     doing, neighbours = START[face], _neighbours()
     try:
         with started(face, engine.adapter, engine.setup, engine.python, engine.env, log) as subject:

@@ -1,6 +1,9 @@
 """Two commits against each other: each brings its own modules and components, and a verdict needs a difference."""
 
 import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import distributions
 
 import pytest
@@ -81,13 +84,36 @@ def test_a_verdict_says_which_is_faster(factor, outcome):
 
 
 def test_rounds_beside_neighbours_give_no_verdict():
-    from benchmarks.cpu.compare import compared
+    from benchmarks.cpu.compare import compared, verdicts
 
     found = compared(rounds(1.2, disturbed=range(2, 13)), "base", "changed")
     assert found["mixed"].outcome.value == "not enough data"
+    assert "| mixed | output tok/s | – | – | – | not enough data |" in verdicts(found, "base", "changed")
 
 
 def test_without_any_run_there_is_nothing_to_compare():
     from benchmarks.cpu.compare import compared
 
     assert compared([], "base", "changed") == {}
+
+
+def test_the_command_runs_both_trees_in_turns_and_ends_in_verdicts(monkeypatch, capsys):
+    from benchmarks.cpu import commands, compare
+
+    asked = []
+
+    def measure(engines, count, given, quick_rounds):
+        asked.extend([*engines, count])
+        names = dict(zip(("base", "changed"), (engine.name for engine in engines), strict=True))
+        return [replace(run, engine=names[run.engine]) for run in rounds(1.2)]
+
+    monkeypatch.setattr(compare, "checked_out", lambda commit, folder: nullcontext(compare.ROOT))
+    monkeypatch.setattr(commands, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/cpu", "compare", "HEAD~1", ".", "--rounds", "11"])
+    with pytest.raises(SystemExit) as ended:
+        commands.main()
+    base, changed, count = asked
+    assert (ended.value.code, base.name, changed.name, count) == (0, "HEAD~1", "this tree", 12)
+    assert base.env["PYTHONPATH"] != changed.env["PYTHONPATH"] and str(compare.ROOT / "src") in base.env["PYTHONPATH"]
+    told = capsys.readouterr().out
+    assert "this tree is better by" in told and "| +20.0% (+" in told and told.strip().endswith("| better |")

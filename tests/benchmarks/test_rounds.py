@@ -106,8 +106,8 @@ def test_helpers_of_an_engine_end_with_it(runs_of, fake, tmp_path):
 
 
 def test_what_an_engine_prints_lies_in_its_log(runs_of, fake, tmp_path):
-    runs_of(fake(faces=["offline"]))
-    words = (tmp_path / "fake-offline.log").read_text()
+    runs_of(fake("a/branch", ["offline"]))
+    words = (tmp_path / "a-branch-offline.log").read_text()
     assert "words to stdout" in words and "closed" in words
 
 
