@@ -54,6 +54,8 @@ class Stopwatch:
     def __init__(self) -> None:
         self.on = False
         self.steps: list[dict[str, float]] = []
+        self.linear = set[Any]()
+        """The layers that were called."""
         self._open: dict[str, float] = defaultdict(float)
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,6 +66,13 @@ class Stopwatch:
             finally:
                 self._open[name] += now() - begun
         return timed
+
+    def noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A linear layer's call, which notes the layer."""
+        def noted(layer: Any, x: torch.Tensor) -> Any:
+            self.linear.add(layer)
+            return call(layer, x)
+        return noted
 
     def closes(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call`` is the last of a step that is timed."""
@@ -102,8 +111,10 @@ def profiled(
     try:
         loads = {count: _requests(built, count, context, steps) for count in rows}
         floor = Floor.measured(built, quick)
-        found = {
-            count: {"parts_ms": _decode(built, items), **floor.at(count, context)} for count, items in loads.items()}
+        found: dict[int, dict[str, Any]] = {}
+        for count, items in loads.items():
+            parts, weight_bytes = _decode(built, items)
+            found[count] = {"parts_ms": parts, **floor.at(count, context, weight_bytes)}
     finally:
         built.engine.stop()
     if server:
@@ -129,8 +140,9 @@ def _requests(built: Built, rows: int, context: int, steps: int) -> list[Item]:
     return [Item(draw.choices(vocabulary, k=prompt), tokens) for _ in range(rows)]
 
 
-def _decode(built: Built, items: Sequence[Item]) -> dict[str, float]:
-    """Milliseconds by part of :data:`PARTS`: medians of the steps in which all of ``items`` decode."""
+def _decode(built: Built, items: Sequence[Item]) -> tuple[dict[str, float], int]:
+    """Milliseconds by part of :data:`PARTS`: medians of the steps in which all of ``items`` decode; and the bytes of
+    the weights that such a step multiplies with."""
     watch, loop = Stopwatch(), Loop()
 
     def switch(on: bool) -> None:
@@ -138,7 +150,13 @@ def _decode(built: Built, items: Sequence[Item]) -> dict[str, float]:
 
     with _watched(built, watch, loop):
         _generate(built.engine, items, switch)
-    return split(loop.durations[EDGE:-EDGE], watch.steps[EDGE:-EDGE], loop.times[EDGE:-EDGE])
+    parts = split(loop.durations[EDGE:-EDGE], watch.steps[EDGE:-EDGE], loop.times[EDGE:-EDGE])
+    return parts, sum(map(_weight_bytes, watch.linear))
+
+
+def _weight_bytes(layer: Any) -> int:
+    """A head that shares the embedding's table has none of its own."""
+    return int(layer.linear.nbytes or layer.tied.weight.nbytes)
 
 
 def split(
@@ -170,7 +188,7 @@ def _watched(built: Built, watch: Stopwatch, loop: Loop) -> Iterator[None]:
     with ExitStack() as stack:
         for kind in LINEAR:
             name = "head" if kind is layers.VocabHead else "linear"
-            stack.enter_context(mock.patch.object(kind, "__call__", watch.timed(name, kind.__call__)))
+            stack.enter_context(mock.patch.object(kind, "__call__", watch.noted(watch.timed(name, kind.__call__))))
         for name, method in (("attention", "run"), ("plan", "plan")):
             stack.enter_context(mock.patch.object(attention, method, watch.timed(name, getattr(attention, method))))
         stack.enter_context(mock.patch.object(model, "head", watch.closes(model.head)))
@@ -205,7 +223,6 @@ def _generate(engine: EngineClient, items: Sequence[Item], switch: Callable[[boo
 class Floor:
     """What a step takes at least: the weights and the cached tokens are read, or the products are computed."""
 
-    weight_bytes: int
     token_bytes: int
     parameters: int
     read_gb_s: float
@@ -217,13 +234,13 @@ class Floor:
         dtype = getattr(model, "dtype", torch.float32)
         seconds, size = (QUICK_SECONDS, READ_BYTES // 16) if quick else (SECONDS, READ_BYTES)
         return cls(
-            built.ranks()[0]["weight_bytes"], sum(spec.bytes_per_token for spec in model.cache_specs()),
+            sum(spec.bytes_per_token for spec in model.cache_specs()),
             Shapes.of(built.checkpoint.config).parameters, read_bandwidth(seconds, size), gemm_peak(dtype, seconds))
 
-    def at(self, rows: int, context: int) -> dict[str, float]:
-        """Milliseconds."""
+    def at(self, rows: int, context: int, weight_bytes: int) -> dict[str, float]:
+        """Milliseconds of a step that reads so many bytes of weights."""
         weights, cache = (1e3 * size / (1e9 * self.read_gb_s) for size in (
-            self.weight_bytes, self.token_bytes * rows * context))
+            weight_bytes, self.token_bytes * rows * context))
         compute = 1e3 * 2 * rows * self.parameters / (1e9 * self.gemm_gflop_s)
         return {"weights_ms": weights, "cache_ms": cache, "compute_ms": compute,
                 "floor_ms": max(weights + cache, compute)}

@@ -74,8 +74,8 @@ def test_parts_add_up_to_the_time_between_two_steps():
 def test_the_floor_is_the_larger_of_reading_and_computing():
     from benchmarks.cpu.steps import Floor
 
-    floor = Floor(weight_bytes=40_000_000, token_bytes=1000, parameters=10_000_000, read_gb_s=40, gemm_gflop_s=100)
-    few, many = floor.at(1, 1000), floor.at(100, 1000)
+    floor = Floor(token_bytes=1000, parameters=10_000_000, read_gb_s=40, gemm_gflop_s=100)
+    few, many = floor.at(1, 1000, 40_000_000), floor.at(100, 1000, 40_000_000)
     assert few["weights_ms"] == pytest.approx(1) and few["floor_ms"] == pytest.approx(1 + 0.025)
     assert many["floor_ms"] == many["compute_ms"] == pytest.approx(20)
 
@@ -88,7 +88,8 @@ def test_a_step_of_a_real_engine_is_split_and_the_engine_left_as_it_was(config):
     for rows in ("1", "3"):
         parts = found["rows"][rows]["parts_ms"]
         assert all(parts[name] > 0 for name in ("linear layers", "attention", "other operators", "sampling"))
-        assert found["rows"][rows]["floor_ms"] > 0
+        weights = 1e9 * found["read_gb_s"] * found["rows"][rows]["weights_ms"] / 1e3
+        assert weights == pytest.approx(4 * (16 * 32 + 3 * (64 * 32 + 32 * 32 + 3 * 48 * 32)))
     assert [kind.__call__ for kind in LINEAR] == before
     assert "| **a step** |" in told(found)
 
