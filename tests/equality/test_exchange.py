@@ -539,7 +539,7 @@ def test_two_hundred_exchanges_leave_nothing_behind(run, tiny, planted, monkeypa
                 engine.built.exchange(["attention=NoNumbers"])
             assert engine.generate(prompts, 8) == expected
     assert engine.generate(prompts, 8) == expected, "which settles the last one"
-    assert set(alive() - before) == {"LeastRecentlyUsed"}, "a trie knows its parents, and has one; nothing else is a ring"
+    assert set(alive() - before) == {"LeastRecentlyUsed"}, "a trie knows its parents, and has one: the only ring"
     gc.collect()
     assert not alive() - before
     engine.assert_clean()
