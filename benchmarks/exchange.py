@@ -198,11 +198,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--exchanges", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--cache", default="512MiB", help="of which pages count as memory once they have been used")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "exchange.json")
     given = parser.parse_args()
     server = Server(given.config, [
-        f"server.admin_key={KEY}", "dtype=float32", "max_model_len=512", "kvcache.memory=512MiB"])
+        f"server.admin_key={KEY}", "dtype=float32", "max_model_len=512", f"kvcache.memory={given.cache}"])
     try:
         result = run(server, given.streams, given.tokens, given.exchanges, random.Random(given.seed))
     finally:
