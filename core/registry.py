@@ -222,7 +222,7 @@ class Registry:
     def _contract(self, entry: Entry) -> str:
         if entry in self._loaded:
             return self._loaded[entry].contract
-        return f"{entry.kind}/{entry.declared.removeprefix('v')}" if entry.declared else "unknown"
+        return _declared(entry) or entry.declared or "unknown"
 
     def _refusal(self, entry: Entry) -> str:
         """Why metadata alone rules an entry out; empty where it does not."""
@@ -230,8 +230,13 @@ class Registry:
             return f"is of a kind that this hotswap does not know; it knows {', '.join(self._interfaces)}"
         if entry.declared is None:
             return ""
-        refusal = self._unaccepted(entry.kind, f"{entry.kind}/{entry.declared.removeprefix('v')}")
-        return refusal and f"{refusal} (its entry-point group {CONTRACT_GROUP} says {entry.kind} = '{entry.declared}')"
+        said = f"its entry-point group {CONTRACT_GROUP} says {entry.kind} = '{entry.declared}'"
+        contract = _declared(entry)
+        if contract is None:
+            number = self._interfaces[entry.kind].contract.rpartition("/")[2]
+            return f"names no contract: {said}; write \"v{number}\", the number alone, and install it again"
+        refusal = self._unaccepted(entry.kind, contract)
+        return refusal and f"{refusal} ({said})"
 
     def _unaccepted(self, kind: str, contract: str) -> str:
         """Why the host refuses a contract; it accepts its own version N of the kind, and N - 1."""
@@ -284,6 +289,12 @@ def _entries(distribution: metadata.Distribution) -> list[Entry]:
         Entry(kind := p.group.removeprefix(PREFIX), p.name, name, version, p.value, declared.get(kind))
         for p in points if p.group.startswith(PREFIX) and p.group != CONTRACT_GROUP
     ]
+
+
+def _declared(entry: Entry) -> str | None:
+    """The contract that metadata declares, from "v1" or "1"; None where it declares none."""
+    match = re.fullmatch(r"v?(\d+)", entry.declared or "")
+    return f"{entry.kind}/{match[1]}" if match else None
 
 
 def parts_of(options: ComponentOptions) -> list[tuple[str, Part, Any]]:

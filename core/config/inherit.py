@@ -57,8 +57,9 @@ class _Heir:
             had = self._options(kind, former)
             if had is None or option in had:
                 self._leave_out(given, option, inner)
+                told = inner if source == "argument" else f"{inner} of {source}"
                 self.warnings.append(
-                    f"{inner} of {source} was given to '{former}'; '{use}' has no such option, so it is left out")
+                    f"{told} was given to '{former}'; '{use}' has no such option, so it is left out")
         for option, info in options.items():
             for mark in info.metadata:
                 if isinstance(mark, Part) and isinstance(given.get(option), dict):

@@ -30,7 +30,7 @@ def command(
     body = {"set": list(sets), "replica": replica}
     status, answer = _post(f"{url.rstrip('/')}/admin/components", _checked(key or ""), body)
     if status != 200:
-        click.echo(f"hotswap: {_message(status, answer)}", err=True)
+        click.echo(f"hotswap: {_message(status, answer, key_file)}", err=True)
         raise SystemExit(2 if 400 <= status < 500 and status != 409 else 1)
     if not (isinstance(answer, dict) and isinstance(answer.get("engines"), list)):
         click.echo(f"hotswap: {url} is no hotswap server, it answers: {str(answer)[:500]}", err=True)
@@ -49,10 +49,16 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _message(status: int, answer: Any) -> str:
+def _message(status: int, answer: Any, key_file: Path | None) -> str:
     if 300 <= status < 400:
         return f"the server answers {status}, a redirect, which would take the key elsewhere; give the --url behind it"
     error = answer.get("error") if isinstance(answer, dict) else None
+    match error.get("code") if isinstance(error, dict) else None:
+        case "not_found" | "invalid_api_key":  # without an admin key the path is as any other that there is not
+            return "this server takes no exchanges: it has no server.admin_key; start it with one"
+        case "invalid_admin_key":
+            given = "of --key" if key_file is None else "on stdin" if str(key_file) == "-" else f"in {key_file}"
+            return f"the key {given} is not the server's admin key"
     message = error.get("message") if isinstance(error, dict) else error
     return str(message or answer or f"the server answers {status}")
 

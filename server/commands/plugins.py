@@ -76,7 +76,8 @@ def new(kind: str, name: str, folder: Path | None) -> None:
     written = write_project(kind, name, folder)
     click.echo("\n".join(str(path) for path in written))
     click.echo(
-        f"\nNow:  cd {shlex.quote(str(folder))} && pip install -e . && pytest && hotswap plugins show {kind}:{name}")
+        f"\nNow, where hotswap[kit] is installed:  cd {shlex.quote(str(folder))} && "
+        f"pip install --no-build-isolation -e . && pytest && hotswap plugins show {kind}:{name}")
 
 
 @command.command()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from hotswap.core.errors import ConfigError, ExchangeError
@@ -13,7 +13,15 @@ from hotswap.server.http.api import Api
 from hotswap.server.http.body import read_body, validate
 from hotswap.server.http.errors import ApiError
 
-Assignment = Annotated[str, Field(min_length=3, max_length=65536)]
+
+def _assignment(text: str) -> str:
+    key, equals, _ = text.partition("=")
+    if not key.strip() or not equals:
+        raise ValueError("should be KEY=VALUE, such as 'scheduler=continuous'")
+    return text
+
+
+Assignment = Annotated[str, Field(max_length=65536), AfterValidator(_assignment)]
 
 
 class ComponentsBody(BaseModel):

@@ -118,6 +118,18 @@ def test_a_body_that_is_none_is_refused(body):
     assert not desk.asked
 
 
+@pytest.mark.parametrize("entry", ["nope", "=continuous", " =x", ""])
+def test_an_entry_that_assigns_nothing_is_named_by_its_field_and_quoted(entry):
+    desk = Desk()
+    answer = run(desk.post({"set": ["kvcache=radix", entry]}, **bearer()))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "set.1"
+    assert error["message"].startswith("set.1: should be KEY=VALUE, such as 'scheduler=continuous', got ")
+    assert error["message"].endswith(f'"{entry}"')
+    assert not desk.asked
+
+
 def test_a_server_that_drains_exchanges_nothing():
     desk = Desk()
     desk.api.draining = True
@@ -156,6 +168,27 @@ def test_the_command_ends_with_a_code_that_says_who_was_wrong(answers, status, c
     result = CliRunner().invoke(command, ["--url", "http://h", "--key", "k", "scheduler=b"])
     assert result.exit_code == code
     assert result.output == "hotswap: because\n"
+
+
+def test_the_command_says_that_the_server_takes_no_exchanges_whichever_way_the_server_refuses_the_path(answers):
+    for settings, status in (({}, 404), ({"api_keys": ["client"]}, 401)):
+        refusal = run(Desk(admin_key=None, **settings).post(**bearer()))
+        assert refusal.status_code == status
+        answers.update(status=status, body=refusal.json())
+        result = CliRunner().invoke(command, ["--url", "http://h", "--key", "k", "scheduler=b"])
+        assert (result.exit_code, result.output) == (
+            2, "hotswap: this server takes no exchanges: it has no server.admin_key; start it with one\n")
+
+
+@pytest.mark.parametrize("place", ["of --key", "on stdin", "in FILE"])
+def test_the_command_says_where_the_wrong_key_came_from_and_not_the_key(answers, place, tmp_path):
+    file = tmp_path / "admin.key"
+    file.write_text("wrong-key\n")
+    given = {"of --key": ["--key", "wrong-key"], "on stdin": ["--key-file", "-"], "in FILE": ["--key-file", str(file)]}
+    answers.update(status=403, body=run(Desk().post(**bearer("wrong-key"))).json())
+    result = CliRunner().invoke(command, ["--url", "http://h", *given[place], "scheduler=b"], input="wrong-key\n")
+    assert (result.exit_code, result.output) == (
+        2, f"hotswap: the key {place.replace('FILE', str(file))} is not the server's admin key\n")
 
 
 @pytest.mark.parametrize("arguments", [

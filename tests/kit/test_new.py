@@ -187,7 +187,7 @@ def test_without_dir_the_folder_is_named_after_the_part(tmp_path, monkeypatch):
     written = new("queue_policy", "longest_first")
     assert written.exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["hotswap-longest-first"]
-    assert "cd hotswap-longest-first && pip install -e . && pytest" in written.output
+    assert "cd hotswap-longest-first && pip install --no-build-isolation -e . && pytest" in written.output
 
 
 @pytest.mark.whole

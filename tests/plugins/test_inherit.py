@@ -61,7 +61,7 @@ def test_an_option_that_the_new_component_lacks_is_left_out_with_a_warning_that_
     assert resolved.config.scheduler.ref.model_dump() == {"use": "plain", "pace": 3}
     assert resolved.config.scheduler.max_running == 8
     assert resolved.warnings == (
-        "scheduler.policy of argument was given to 'paced'; 'plain' has no such option, so it is left out",)
+        "scheduler.policy was given to 'paced'; 'plain' has no such option, so it is left out",)
     assert check_config(resolved.config, Registry()).scheduler.label == "scheduler:plain"
     assert "scheduler.policy" not in [row.path for row in rows(resolved, Registry())]
 
@@ -75,7 +75,7 @@ def test_an_option_that_both_have_survives_the_exchange(load):
 def test_a_variable_exchanges_as_a_flag_does(load):
     resolved = load({"use": "fake", "policy": "fake"}, HOTSWAP_SCHEDULER="plain")
     assert resolved.config.scheduler.ref.options == {}
-    assert "scheduler.policy of argument" in resolved.warnings[0]
+    assert "scheduler.policy was given to 'fake'" in resolved.warnings[0]
 
 
 def test_options_of_the_environment_give_way_to_a_flag_but_not_to_the_file_s_component(load):
@@ -104,13 +104,13 @@ def test_what_no_exchange_explains_is_an_error_as_ever(load, scheduler, sets):
 def test_an_option_told_to_the_default_component_is_handed_on_too(load):
     resolved = load({"policy": "fake", "max_chunk": 64}, "scheduler=paced")
     assert resolved.config.scheduler.ref.model_dump() == {"use": "paced", "policy": "fake"}
-    assert "scheduler.max_chunk of argument was given to 'chunked'" in resolved.warnings[0]
+    assert "scheduler.max_chunk was given to 'chunked'" in resolved.warnings[0]
 
 
 def test_a_component_that_is_gone_can_be_replaced_by_a_flag(load):
     resolved = load({"use": "uninstalled", "knob": 1}, "scheduler=plain")
     assert resolved.config.scheduler.ref.options == {}
-    assert "scheduler.knob of argument was given to 'uninstalled'" in resolved.warnings[0]
+    assert "scheduler.knob was given to 'uninstalled'" in resolved.warnings[0]
 
 
 def test_a_part_of_a_component_is_exchanged_in_the_same_way(load):
@@ -118,7 +118,7 @@ def test_a_part_of_a_component_is_exchanged_in_the_same_way(load):
     for flag in ("scheduler.policy=fake", "scheduler.policy.use=fake"):
         resolved = load(given, flag)
         assert resolved.config.scheduler.ref.options == {"policy": {"use": "fake"}}
-        assert "scheduler.policy.weight of argument was given to 'weighted'" in resolved.warnings[0]
+        assert "scheduler.policy.weight was given to 'weighted'" in resolved.warnings[0]
     kept = load(given, "scheduler=paced")
     assert kept.config.scheduler.ref.options == {"policy": {"use": "weighted", "weight": 3}}
     assert "unknown key" in refusal(load(given, "scheduler.policy.use=fake", "scheduler.policy.weight=3"))

@@ -74,6 +74,23 @@ def test_a_contract_that_is_not_declared_is_unknown_until_the_class_is_loaded(in
     assert listing(registry, "queue_policy", "mine")[0][4:6] == ("queue_policy/1", Status.LOADED)
 
 
+@pytest.mark.parametrize("spelling", ["v1", "1"])
+def test_a_contract_is_declared_by_its_number(install, spelling):
+    policy_of(install, "good", POLICY, queue_policy=spelling)
+    assert listing(Registry(), "queue_policy", "good")[0][4:6] == ("queue_policy/1", Status.AVAILABLE)
+
+
+@pytest.mark.parametrize("spelling", ["queue_policy/1", "v1.0", "latest"])
+def test_a_contract_that_is_spelt_otherwise_is_answered_with_what_to_write(install, spelling):
+    policy_of(install, "odd", "raise RuntimeError('imported')", queue_policy=spelling)
+    [item] = listing(Registry(), "queue_policy", "odd")
+    assert item[4:6] == (spelling, Status.INCOMPATIBLE)
+    with pytest.raises(ContractMismatchError) as caught:
+        Registry().load("queue_policy", "odd")
+    assert f"hotswap.contract says queue_policy = '{spelling}'; write \"v1\"" in str(caught.value)
+    assert str(caught.value).endswith("It has not been imported.")
+
+
 def test_only_what_is_selected_is_imported(mine, install):
     policy_of(install, "other", "raise RuntimeError('imported')", queue_policy="v1")
     Registry().build("queue_policy", ComponentRef(use="mine"), "scheduler.policy")
