@@ -101,7 +101,8 @@ def test_replicas_in_one_process_share_their_weights_and_nothing_else(deploy: An
     running = deploy(data(tiny))
     first, second = ({part.kind: part for part in built.components} for built in running.built.engines)
     assert first["model"] is second["model"]
-    for kind in first.keys() - {"model"}:
+    assert first["operators"] is second["operators"], "a part of the model"
+    for kind in first.keys() - {"model", "operators"}:
         assert first[kind] is not second[kind], kind
 
 
