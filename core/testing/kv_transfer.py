@@ -36,6 +36,11 @@ class KVTransferSuite:
     def make(self, **options: Any) -> KVTransfer:
         raise NotImplementedError
 
+    @pytest.fixture(autouse=True)
+    def offers_something(self) -> None:
+        if not self.make().describe().offers:
+            pytest.skip("it offers nothing, so that no engine asks it for anything")
+
     def late_worker(self, worker: TransferWorker, rng: random.Random) -> TransferWorker:
         """The worker half of a transfer with the options ``late``, which does things some time later."""
         return LateWorker(worker, rng)

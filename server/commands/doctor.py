@@ -31,8 +31,11 @@ IMPORT_TIMEOUT_S = 60.0
 HEAVY = ("torch", "transformers", "triton", "ray", "scipy", "pandas", "matplotlib", "tensorflow", "jax", "fastapi")
 """Packages whose import takes long: they are named where a component brings them."""
 
-THERE_ANYWAY = {"attention": ("torch",), "model": ("torch",), "quantization": ("torch",), "operators": ("torch",)}
-"""By kind: what is imported before such a component is, wherever it is used."""
+THERE_ANYWAY = dict.fromkeys((
+    "attention", "executor", "kv_transfer", "logits_processor", "model", "operators", "quantization", "speculator"),
+    ("torch",))
+"""By kind: what it costs nothing to import. Parts that compute with tensors, or send them, stand beside an attention
+backend in every config, and that one brings torch."""
 
 ENDS = ("import", "contract", "options", "description")
 """Checks behind which nothing can be looked at, where they find a problem."""
@@ -42,11 +45,11 @@ import importlib, json, sys, time
 result, module, *before = sys.argv[1:]
 for name in before:
     importlib.import_module(name)
-known, began = set(sys.modules), time.perf_counter()
+known, began = {name.partition(".")[0] for name in sys.modules}, time.perf_counter()
 importlib.import_module(module)
 seconds = time.perf_counter() - began
 with open(result, "w") as file:
-    json.dump([seconds, sorted({name.partition(".")[0] for name in set(sys.modules) - known})], file)
+    json.dump([seconds, sorted({name.partition(".")[0] for name in sys.modules} - known)], file)
 """
 """Writes a file, since the module may print, or end the interpreter."""
 
