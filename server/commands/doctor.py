@@ -7,6 +7,7 @@ be made better; skipped, that something must be given or installed first.
 import contextlib
 import inspect
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -22,7 +23,7 @@ from pydantic import ValidationError
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import Component, ComponentRef, Description
 from hotswap.core.registry import Entry, Registry, Status
-from hotswap.server.commands.doctor_kit import run_kit, surroundings
+from hotswap.server.commands.doctor_kit import at, place_in, run_kit, surroundings
 
 SLOW_IMPORT_S = 1.0
 IMPORT_TIMEOUT_S = 60.0
@@ -41,15 +42,21 @@ ENDS = ("import", "contract", "options", "description")
 """Checks behind which nothing can be looked at, where they find a problem."""
 
 _IMPORT = """
-import importlib, json, sys, time
-result, module, *before = sys.argv[1:]
-for name in before:
-    importlib.import_module(name)
+import functools, importlib, json, sys, time, traceback
+result, module, name, *before = sys.argv[1:]
+for other in before:
+    importlib.import_module(other)
 known, began = {name.partition(".")[0] for name in sys.modules}, time.perf_counter()
-importlib.import_module(module)
-seconds = time.perf_counter() - began
+try:
+    found = importlib.import_module(module)
+    seconds = time.perf_counter() - began
+    functools.reduce(getattr, filter(None, name.split(".")), found)
+except Exception as error:
+    told = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+else:
+    told = {"seconds": seconds, "modules": sorted({name.partition(".")[0] for name in sys.modules} - known)}
 with open(result, "w") as file:
-    json.dump([seconds, sorted({name.partition(".")[0] for name in sys.modules} - known)], file)
+    json.dump(told, file)
 """
 """Writes a file, since the module may print, or end the interpreter."""
 
@@ -111,7 +118,7 @@ def examine(patient: Patient, kit: bool = True) -> Iterator[Finding]:
 def _guarded(look: Callable[[Patient], tuple[Health, str]], patient: Patient) -> tuple[Health, str]:
     """A stranger's code may raise anything, and print: standard output is for findings."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _aside():
             return look(patient)
     except ConfigError as error:
         return Health.PROBLEM, str(error)
@@ -119,16 +126,29 @@ def _guarded(look: Callable[[Patient], tuple[Health, str]], patient: Patient) ->
         return Health.PROBLEM, f"{type(error).__name__}: {error}"
 
 
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Standard output becomes standard error, for code that is not Python's, too."""
+    with contextlib.redirect_stdout(sys.stderr):
+        kept = os.dup(1)
+        try:
+            os.dup2(2, 1)
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
 def _import(patient: Patient) -> tuple[Health, str]:
     """In an interpreter of its own, which has what hotswap itself has imported by then. Never what does not fit."""
     if patient.refused:
         return Health.SKIPPED, "it was written for another contract, and so is not imported"
-    module, before = patient.entry.value.partition(":")[0], THERE_ANYWAY.get(patient.entry.kind, ())
+    (module, _, name), before = patient.entry.value.partition(":"), THERE_ANYWAY.get(patient.entry.kind, ())
     with TemporaryDirectory(prefix="hotswap-doctor-") as folder:
         result = Path(folder) / "result.json"
         try:
             done = subprocess.run(
-                [sys.executable, "-P", "-c", _IMPORT, str(result), module, "hotswap.core.registry", *before],
+                [sys.executable, "-P", "-c", _IMPORT, str(result), module, name, "hotswap.core.registry", *before],
                 env=surroundings(), capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             return Health.PROBLEM, f"importing {module} has not ended within {IMPORT_TIMEOUT_S:g} s"
@@ -136,11 +156,13 @@ def _import(patient: Patient) -> tuple[Health, str]:
             said = done.stderr.strip().splitlines() if done.returncode else []
             ends = f"importing {module} ends the interpreter, with exit code {done.returncode}"
             return Health.PROBLEM, said[-1] if said else ends
-        seconds, modules = json.loads(result.read_text())
-    heavy = [name for name in HEAVY if name in modules]
-    told = f"{seconds:.2f} s" + (f", and brings {', '.join(heavy)}" if heavy else "")
+        found = json.loads(result.read_text())
+    if "error" in found:
+        return Health.PROBLEM, found["error"] + at(place_in(found["trace"], module))
+    heavy = [name for name in HEAVY if name in found["modules"]]
+    told = f"{found['seconds']:.2f} s" + (f", and brings {', '.join(heavy)}" if heavy else "")
     advice = []
-    if seconds > SLOW_IMPORT_S:
+    if found["seconds"] > SLOW_IMPORT_S:
         advice.append("import what takes long inside the methods that need it: `config check` imports the module, too")
     if done.stdout:
         advice.append("it prints while it is imported, into what others read from standard output: log it instead")
@@ -200,13 +222,14 @@ def _description(patient: Patient) -> tuple[Health, str]:
 
 def _kit(patient: Patient) -> tuple[Health, str]:
     offers = patient.build().describe().offers
-    report = run_kit(patient.entry.kind, patient.use, patient.options, offers)
+    home = patient.entry.value.partition(":")[0]
+    report = run_kit(patient.entry.kind, patient.use, patient.options, offers, home)
     if report.skipped:
         return Health.SKIPPED, report.skipped
     if report.broken:
         return Health.PROBLEM, report.broken
     if report.failures:
-        return Health.PROBLEM, f"{len(report.failures)} of {report.checks} checks fail:\n" + "\n".join(report.failures)
+        return Health.PROBLEM, f"{report.failed} of {report.checks} checks fail:\n" + "\n".join(report.failures)
     return Health.OK, f"{report.checks} checks in {report.seconds:.1f} s"
 
 

@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -99,13 +100,18 @@ addopts = --import-mode=importlib
 """
 
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
 class KitReport(NamedTuple):
-    """``checks`` that were run. ``skipped``: why none was. ``failures``: test and message, a line each. ``broken``: why
+    """``checks`` that were run. ``skipped``: why none was. ``failures``: a cause each, and its tests. ``broken``: why
     the suite could not be run."""
 
     checks: int = 0
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
+    failed: int = 0
+    """Checks."""
     skipped: str = ""
     broken: str = ""
 
@@ -117,8 +123,27 @@ def surroundings() -> dict[str, str]:
     return found
 
 
-def run_kit(kind: str, use: str, options: Mapping[str, Any], offers: Collection[str] = ()) -> KitReport:
-    """``use`` is "distribution:name"; ``offers`` is what the component describes."""
+def place_in(trace: str, module: str) -> str:
+    """"FILE:LINE" of the last frame in a traceback's text that lies in ``module`` or the package around it; of the file
+    that is no Python, where that is the cause. Empty where there is none."""
+    frames = _FRAME.findall(trace)
+    if frames and re.search(r"^(SyntaxError|IndentationError|TabError):", trace, re.MULTILINE):
+        return ":".join(frames[-1])
+    spec = find_spec(module.partition(".")[0])
+    roots = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
+    own = [frame for frame in frames if any(Path(frame[0]).is_relative_to(root) for root in roots if root)]
+    return ":".join(own[-1]) if own else ""
+
+
+def at(place: str) -> str:
+    """The end of a sentence."""
+    return f" (at {place})" if place else ""
+
+
+def run_kit(
+    kind: str, use: str, options: Mapping[str, Any], offers: Collection[str] = (), home: str = "",
+) -> KitReport:
+    """``use`` is "distribution:name"; ``offers`` is what the component describes, ``home`` its module."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         return KitReport(skipped=f"{' and '.join(missing)} not installed: pip install 'hotswap[kit]'")
     part = SUITES[kind]
@@ -131,13 +156,13 @@ def run_kit(kind: str, use: str, options: Mapping[str, Any], offers: Collection[
         (path / "test_it.py").write_text(text)
         (path / "options.json").write_text(json.dumps(dict(options), default=str))
         (path / "pytest.ini").write_text(_INI)
-        return _run(path)
+        return _run(path, home)
 
 
-def _run(path: Path) -> KitReport:
+def _run(path: Path, home: str) -> KitReport:
     command = [
         sys.executable, "-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "hotswap.core.testing.quick",
-        "--junitxml", str(path / "report.xml"), "test_it.py"]
+        "--tb=native", "-o", "junit_logging=log", "--junitxml", str(path / "report.xml"), "test_it.py"]
     try:
         done = subprocess.run(
             command, cwd=path, env=surroundings(), capture_output=True, timeout=KIT_TIMEOUT_S, check=False)
@@ -147,18 +172,32 @@ def _run(path: Path) -> KitReport:
     if not (path / "report.xml").exists():
         said = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-20:]
         return KitReport(broken="\n".join([f"the kit ended with exit code {done.returncode} and no report:", *said]))
-    return _read(path / "report.xml")
+    return _read(path / "report.xml", home)
 
 
-def _read(path: Path) -> KitReport:
+def _read(path: Path, home: str) -> KitReport:
     [suite] = ET.parse(path).getroot().iter("testsuite")
-    failures, skips = [], []
+    causes: dict[str, list[tuple[str, str]]] = {}
+    skips = []
     for case in suite.iter("testcase"):
         for found in (*case.iter("failure"), *case.iter("error")):
             message = (found.get("message") or "").strip().splitlines() or ["no message"]
-            failures.append(f"  {case.get('name')}: {message[0]}")
+            trace = "\n".join(text.text or "" for text in (found, *case.iter("system-out")))
+            place = place_in(trace, home) if home else ""
+            causes.setdefault(message[0], []).append((case.get("name", ""), at(place)))
         skips += [skip.get("message", "") for skip in case.iter("skipped")]
     count = int(suite.get("tests", 0)) - len(skips)
     if count <= 0:
         return KitReport(skipped=skips[0] if skips else "the suite has no test")
-    return KitReport(count, float(suite.get("time", 0)), tuple(failures))
+    return KitReport(count, float(suite.get("time", 0)), tuple(_folded(causes)), sum(map(len, causes.values())))
+
+
+def _folded(causes: Mapping[str, list[tuple[str, str]]]) -> Iterator[str]:
+    """A line each cause; one that several checks met is followed by their names."""
+    for message, met in causes.items():
+        place = next((place for _, place in met if place), "")
+        if len(met) == 1:
+            yield f"  {met[0][0]}: {message}{place}"
+        else:
+            yield f"  {len(met)} checks: {message}{place}"
+            yield f"    {', '.join(name for name, _ in met)}"

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -93,6 +94,12 @@ class Abrupt(Well):
     def pick(self, request, candidates):
         os._exit(3)
 ''',
+    "raising": '''
+class Raising(Well):
+    """Choose it never."""
+    def pick(self, request, candidates):
+        raise ValueError("odd")
+''',
     "favourite": '''
 class Favourite(Well):
     """Choose it never."""
@@ -122,6 +129,10 @@ def site(tmp_path_factory):
     install(site, "broken", "import no_such_module", {"broken": "broken:X"})
     install(site, "slow", "import time, routers; time.sleep(1.1); X = routers.Well", {"slow": "slow:X"})
     install(site, "chatty", "import routers; print('hello', end=''); X = routers.Well", {"chatty": "chatty:X"})
+    install(site, "typo", "\nclass X(:\n", {"typo": "typo:X"})
+    install(site, "inner", "import routers\n\nrouters.Well.no_such\n", {"inner": "inner:X"})
+    install(site, "nameless", "import routers", {"nameless": "nameless:NoSuch"})
+    install(site, "raw", "import os, routers; os.write(1, b'raw'); print('hello'); X = routers.Well", {"raw": "raw:X"})
     install(site, "leaver", "import sys; sys.exit(0)", {"leaver": "leaver:X"})
     return site
 
@@ -132,7 +143,7 @@ def command(site, monkeypatch):
     what this one does."""
     monkeypatch.syspath_prepend(str(site))
     yield lambda *arguments: CliRunner().invoke(main, ["plugins", "doctor", *arguments])
-    for name in ("routers", "undeclared", "future", "broken", "slow", "chatty", "leaver"):
+    for name in (file.stem for file in site.glob("*.py")):
         sys.modules.pop(name, None)
 
 
@@ -161,7 +172,7 @@ def test_a_transfer_between_engines_is_held_against_the_suite_of_such(doctor, mo
     """Checks of reuse by tokens do not concern it; its own are run in tests/transfers."""
     suites = []
 
-    def note(kind, use, options, offers):
+    def note(kind, use, options, offers, home):
         suites.append(SUITES[kind].suite_for(offers))
         return KitReport(checks=1)
 
@@ -177,6 +188,23 @@ def test_a_fault_is_told_by_the_name_of_the_check_that_found_it(doctor):
     health, detail = found["kit"]
     assert health == "problem"
     assert "test_every_engine_gets_requests: AssertionError: 60 different requests went" in detail
+
+
+def test_a_cause_that_several_checks_met_is_told_once_and_with_its_place(doctor):
+    _, found = doctor("router:raising", kit=True)
+    head, *lines = found["kit"][1].splitlines()
+    failed = int(re.match(r"(\d+) of \d+ checks fail:", head)[1])
+    [(count, place)] = [re.match(r"  (\d+) checks: ValueError: odd \(at (.*)\)", line).groups() for line in lines[::2]]
+    assert int(count) == failed == len(lines[1].split(", ")) > 1
+    file, _, line = place.rpartition(":")
+    assert (Path(file).name, Path(file).read_text().splitlines()[int(line) - 1].strip()) == (
+        "routers.py", 'raise ValueError("odd")')
+
+
+def test_what_a_module_writes_past_python_spoils_no_answer_either(command, capfd):
+    json.loads(command("router:raw", "--no-kit", "--json").stdout)
+    out, told = capfd.readouterr()
+    assert (out, told) == ("", "raw")
 
 
 @pytest.mark.usefixtures("command")
@@ -211,6 +239,11 @@ def test_the_kit_is_not_waited_for_for_ever(monkeypatch):
     ("undeclared", "contract", "warning", "router = \"v1\" under [project.entry-points.\"hotswap.contract\"]"),
     ("future", "contract", "problem", "was written for contract router/9"),
     ("broken", "import", "problem", "No module named 'no_such_module'"),
+    ("broken", "import", "problem", "/broken.py:1)"),
+    ("typo", "import", "problem", "/typo.py:2)"),
+    ("inner", "import", "problem", "/inner.py:3)"),
+    ("nameless", "import", "problem", "AttributeError: module 'nameless' has no attribute 'NoSuch'"),
+    ("raw", "import", "warning", "it prints while it is imported"),
     ("chatty", "import", "warning", "it prints while it is imported"),
     ("leaver", "import", "problem", "importing leaver ends the interpreter, with exit code 0"),
     ("slow", "import", "warning", "import what takes long inside the methods that need it"),
