@@ -4,8 +4,9 @@ Durations and shares have units: ``500ms``, ``2s``, ``3%``. A number without one
 several.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,9 +17,11 @@ from pydantic import (
     model_validator,
 )
 
+from hotswap.core.config import load_config
 from hotswap.core.config.files import read_file
 from hotswap.core.config.schema import Count, Section
-from hotswap.core.explain import explain, raise_problems
+from hotswap.core.errors import ConfigError
+from hotswap.core.explain import Problem, explain, join, problems_of, raise_problems
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.lab.metrics import COMPARED, METRICS, Slo
 from hotswap.lab.settings import LoadSection, Positive, Slos, known
@@ -129,8 +132,36 @@ def load_experiment(source: str | Path | Mapping[str, Any], folder: Path = Path(
     try:
         return Experiment.model_validate(values)
     except ValidationError as error:
-        raise_problems(explain(error, Experiment, known=_known_keys()))
+        raise_problems([*explain(error, Experiment, known=_known_keys()), *_arms(values)])
         raise
+
+
+def overrides(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """``{scheduler: {use: static}}`` and ``{scheduler.use: static}`` alike, as --set has them."""
+    for key, value in given.items():
+        path = join(prefix, str(key))
+        if isinstance(value, Mapping) and value:
+            yield from overrides(value, path)
+        else:
+            yield f"{path}={json.dumps(value)}"
+
+
+def _arms(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with the arms of a file in which something else is wrong, as far as it is a base and arms."""
+    base, arms = values.get("base"), values.get("arms")
+    if not isinstance(base, (str, Mapping)) or not isinstance(arms, Mapping):
+        return
+    try:
+        load_config(base)
+    except ConfigError:
+        return  # is told once the rest is right: every arm has it
+    for name, given in arms.items():
+        if isinstance(given, Mapping) and "url" not in given:
+            try:
+                load_config(base, list(overrides(given)))
+            except ConfigError as error:
+                prefix = join("arms", str(name))
+                yield from (Problem(join(prefix, p.path) if p.path else prefix, p.message) for p in problems_of(error))
 
 
 def _known_keys() -> dict[str, str]:

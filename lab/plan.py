@@ -16,7 +16,7 @@ from hotswap.core.explain import Problem, join, nearest, problems_of, raise_prob
 from hotswap.core.interfaces.workload import WorkItem, Workload, WorkloadContext
 from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.core.registry import Registry
-from hotswap.lab.experiment import Experiment
+from hotswap.lab.experiment import Experiment, overrides
 from hotswap.lab.requests import check_limits, check_sampling, check_workload, context_of, endless
 from hotswap.lab.targets.openai import Endpoint
 
@@ -131,16 +131,6 @@ def _resolved(experiment: Experiment, given: Mapping[str, Any], name: str) -> Re
     assert base is not None
     with AtArm(name):
         return load_config(base, list(overrides(given)))
-
-
-def overrides(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """``{scheduler: {use: static}}`` and ``{scheduler.use: static}`` alike, as --set has them."""
-    for key, value in given.items():
-        path = join(prefix, str(key))
-        if isinstance(value, Mapping) and value:
-            yield from overrides(value, path)
-        else:
-            yield f"{path}={json.dumps(value)}"
 
 
 def _same_model(configs: Mapping[str, ResolvedConfig]) -> None:

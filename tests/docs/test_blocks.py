@@ -20,8 +20,7 @@ from hotswap.core.config.files import parse_yaml, read_file
 from hotswap.core.interfaces.component import Component
 from hotswap.core.registry import Registry
 from hotswap.lab.commands.ab import short
-from hotswap.lab.experiment import load_experiment
-from hotswap.lab.plan import overrides
+from hotswap.lab.experiment import load_experiment, overrides
 from hotswap.server.cli import main
 from hotswap.server.http.admin import ComponentsBody
 from hotswap.server.protocol.chat import ChatBody

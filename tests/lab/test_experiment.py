@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from hotswap.core.config.files import read_file
 from hotswap.core.errors import ConfigError
-from hotswap.lab.experiment import load_experiment
+from hotswap.lab.experiment import load_experiment, overrides
 from hotswap.lab.load import ClosedLoop, OpenLoop
-from hotswap.lab.plan import make_plan, overrides
+from hotswap.lab.plan import make_plan
 from hotswap.server.cli import main
 
 SHIPPED = [file for name in ("experiments", "techniques")
@@ -70,6 +70,13 @@ def test_an_unknown_key_of_an_arm_is_named_with_the_arm():
 def test_arms_may_not_differ_in_the_model():
     message = refusal(arms={"mine": {"model": "another"}})
     assert message.startswith("arms.mine.model: the arm serves another, but 'base' serves smollm2-135m-instruct")
+
+
+def test_what_is_wrong_with_an_arm_is_told_beside_what_is_wrong_with_the_rest():
+    told = refusal(slo={"ttft": "500"}, arms={"a": {"schedulr": "static"}, "b": {"scheduler.max_running": "many"}})
+    for start in ("3 problems:", "slo.ttft: ", "arms.a.schedulr: unknown key. Did you mean 'scheduler'?",
+                  "arms.b.scheduler.max_running: "):
+        assert start in told
 
 
 def test_a_workload_longer_than_the_context_is_refused(config):
