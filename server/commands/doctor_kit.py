@@ -72,6 +72,15 @@ _MODELS = '''
             pytest.skip(f"it is none for the kit's tiny Llama; its own tests bring a checkpoint of its family: {error}")
 '''
 
+_BACKENDS = '''
+    @pytest.fixture(autouse=True)
+    def runs_here(self):
+        try:
+            self.make_backend().support()
+        except ConfigError as error:
+            pytest.skip(f"it does not run here: {error}")
+'''
+
 _STRATEGIES = '''
     @pytest.fixture(autouse=True)
     def fits(self, tmp_path):
@@ -91,7 +100,7 @@ _STRATEGIES = '''
         pytest.skip(f"it does not fit the kit's tiny models; its own tests bring one that it fits: {refusals}")
 '''
 
-_MORE = {"logits_processor": _REQUESTS, "model": _MODELS, "shard": _STRATEGIES}
+_MORE = {"attention": _BACKENDS, "logits_processor": _REQUESTS, "model": _MODELS, "shard": _STRATEGIES}
 """By kind, what a suite needs to know of a component that it cannot be asked."""
 
 _INI = """

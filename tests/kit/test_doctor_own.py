@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import torch
 
 from hotswap.core.registry import Registry
 from hotswap.core.testing.checkpoints import tiny_checkpoint
@@ -12,7 +13,10 @@ from hotswap.server.commands.doctor import Health, Patient, examine
 REGISTRY = Registry()
 OWN = [entry for entry in REGISTRY.entries if entry.distribution == "hotswap"]
 SAMPLE = {"router:round_robin", "eviction_policy:lru", "shard:expert"}
-GIVEN = {"deployment:data": {"replicas": 3}, "shard:tensor": {"size": 2}, "shard:pipeline": {"size": 3}}
+GIVEN = {
+    "attention:composite": {"prefill": "torch", "decode": "torch"}, "deployment:data": {"replicas": 3},
+    "shard:tensor": {"size": 2}, "shard:pipeline": {"size": 3},
+}
 """What must be told, by component."""
 
 BLOCKS = [{"timestamp": n, "input_length": 48, "output_length": 9, "chat_id": n, "hash_ids": [n % 2, 10 + n, 70 + n]}
@@ -27,6 +31,7 @@ TRACES = {
     "prompts": "".join(f"{json.dumps({'tokens': [n, 2, 3]})}\n" for n in range(20)),
 }
 NOT_OK = {
+    ("attention:flash", "kit"): Health.OK if torch.cuda.is_available() else Health.SKIPPED,
     ("speculator:eagle", "options"): Health.SKIPPED,  # it must be given a head: tests/speculators makes some
     ("kv_transfer:none", "kit"): Health.SKIPPED,  # it offers nothing
     ("model:transformers", "import"): Health.WARNING,  # whoever chooses it wants transformers
