@@ -100,6 +100,7 @@ class NixlWorker(TcpWorker):
                 return
             if self._agents.wait_for(lambda: not self._under_way, self.timeout_s):
                 self._agent.deregister_memory(registered)
+                del self._agent  # which has a thread that spins as long as it lives
             else:
                 logger.error("rank %s closes while NIXL still reads into its cache, which stays in memory", self.rank)
                 _HELD.append((self._agent, registered, self.cache, set(self._under_way)))

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -458,6 +459,13 @@ class TestNixl:
         ended.set()
         closing.join(5)
         assert seen == [True]
+
+    def test_a_close_lets_the_agent_go_whose_thread_spins_as_long_as_it_lives(self, tmp_path: Path) -> None:
+        sides = Sides(tmp_path, "nixl")
+        [worker] = sides.engine("p", [cache(AxisShard(0, HEADS, HEADS))])
+        agent: Any = weakref.ref(worker._agent)  # type: ignore[attr-defined]
+        sides.close()
+        assert agent() is None
 
     def test_a_read_that_never_ends_delays_a_close_but_does_not_hang_it(
         self, slow: Any, monkeypatch: Any, caplog: Any,
