@@ -7,9 +7,10 @@
 What runs on CPUs alone is tested there; ``device`` names another.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -174,19 +175,20 @@ class QuantizationSuite:
         quantization = self.make_quantization()
         for weight in self.weights(self.shapes[:1]):
             packed, given = quantization.pack(weight), [self.rows(5, weight, seed) for seed in range(3)]
-            expected, found = [packed(x) for x in given], list[bool]()
 
-            def multiply(packed: Packed, x: torch.Tensor, y: torch.Tensor, found: list[bool]) -> None:
-                found.extend(bool(torch.equal(packed(x), y)) for _ in range(20))
+            def multiply(x: torch.Tensor, start: Barrier, packed: Packed = packed) -> list[torch.Tensor]:
+                start.wait()
+                return [packed(x) for _ in range(20)]
 
-            threads = [
-                threading.Thread(target=multiply, args=(packed, x, y, found))
-                for x, y in zip(given, expected, strict=True)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert len(found) == 60 and all(found), "a product has changed beside others"
+            # A thread of its own for what is expected, too: it has as many for its operators as the others will have.
+            alone = []
+            for x in given:
+                with ThreadPoolExecutor(1) as pool:
+                    alone.append(pool.submit(multiply, x, Barrier(1)).result()[0])
+            with ThreadPoolExecutor(len(given)) as pool:
+                together = list(pool.map(multiply, given, [Barrier(len(given))] * len(given)))
+            assert all(torch.equal(y, expected) for expected, found in zip(alone, together, strict=True)
+                       for y in found), "a product has changed beside others"
 
     def rows(self, count: int, weight: LinearWeight, seed: int = 0) -> torch.Tensor:
         return random_rows(count, weight.in_features, 100 + seed).to(self.device, weight.dtype)
