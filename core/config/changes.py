@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from hotswap.core.config.check import Components
+from hotswap.core.config.components import Components
 from hotswap.core.config.schema import SECTIONS, Config, Section
 from hotswap.core.config.sources import ResolvedConfig, load_config
 from hotswap.core.explain import Problem, join, raise_problems, redact

@@ -4,76 +4,28 @@ held against what the others offer. All refusals are told at once, each with the
 What depends on the checkpoint (its length, its layers, the memory it leaves) is checked when the engine is built.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
+from hotswap.core.config.components import Components
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, known_keys
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
-from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport
+from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentRef
-from hotswap.core.interfaces.kv_transfer import HANDOFF, KVTransfer
-from hotswap.core.interfaces.kvcache import KVCacheManager
-from hotswap.core.interfaces.parallel import Deployment, Executor, ShardStrategy
+from hotswap.core.interfaces.kv_transfer import HANDOFF
+from hotswap.core.interfaces.parallel import Deployment, ShardStrategy
 from hotswap.core.interfaces.quantization import Quantization
-from hotswap.core.interfaces.scheduler import Scheduler
-from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.registry import Registry
 
 AUTO = "auto"
 CHOSEN = ("attention", "executor")
 """Kinds of which "auto" chooses one."""
-
-
-@dataclass(frozen=True)
-class Components:
-    """What a config names, built. ``built`` maps config paths ("scheduler", "observers[0]") to components; their parts
-    are reached through ``parts``. ``notes``: what was chosen, and what works but hardly as meant."""
-
-    built: Mapping[str, Component]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return cast(Scheduler, self.built["scheduler"])
-
-    @property
-    def kvcache(self) -> KVCacheManager:
-        return cast(KVCacheManager, self.built["kvcache"])
-
-    @property
-    def kv_transfer(self) -> KVTransfer:
-        return cast(KVTransfer, self.built["kv_transfer"])
-
-    @property
-    def attention(self) -> AttentionBackend:
-        return cast(AttentionBackend, self.built["attention"])
-
-    @property
-    def quantization(self) -> Quantization:
-        return cast(Quantization, self.built["quantization"])
-
-    @property
-    def speculator(self) -> Speculator:
-        return cast(Speculator, self.built["speculator"])
-
-    @property
-    def executor(self) -> Executor:
-        return cast(Executor, self.built["execution"])
-
-    def listed(self, section: str) -> list[Any]:
-        """The components of ``logits_processors``, ``parallel`` or ``observers``, in order."""
-        return [component for path, component in self.built.items() if path.startswith(f"{section}[")]
-
-    def walk(self) -> Iterator[tuple[str, Component]]:
-        """Every component with its config path, parts included, holders before their parts."""
-        for path, component in self.built.items():
-            yield path, component
-            yield from _parts(component, path)
 
 
 def check_config(config: Config, registry: Registry, around: Sequence[Component] = ()) -> Components:
@@ -111,9 +63,10 @@ def check_config(config: Config, registry: Registry, around: Sequence[Component]
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
     if "attention" in built:
-        problems += _not_taken(config, components.attention)
+        problems += _not_taken(components.attention, partial(_attention_limits, config, components.attention))
     if "quantization" in built:
-        problems += _not_taken(config, components.quantization)
+        problems += _not_taken(
+            components.quantization, partial(_quantization_limits, config, components.quantization))
     notes += _idle_transfer(components)
     batch, batch_notes = _batch(config)
     raise_problems(problems + batch)
@@ -263,16 +216,6 @@ def kind_of(registry: Registry, kinds: tuple[str, ...], ref: ComponentRef, path:
     return having[0] if having else kinds[0]
 
 
-def _parts(component: Component, path: str) -> Iterator[tuple[str, Component]]:
-    for name, part in component.parts.items():
-        listed = isinstance(part, (list, tuple))
-        for index, item in enumerate(part if listed else [part]):
-            if item is not None:
-                inner = join(path, name, index) if listed else join(path, name)
-                yield inner, item
-                yield from _parts(item, inner)
-
-
 def _model_options(config: Config, registry: Registry) -> list[Problem]:
     """Only where the config names the model component; else the checkpoint does, and it is checked at loading."""
     if config.model.use is None:
@@ -378,17 +321,31 @@ def _drafts(config: Config, lookahead: int) -> list[Problem]:
     return problems
 
 
-def _not_taken(config: Config, part: AttentionBackend | Quantization) -> list[Problem]:
+_Limit = tuple[str, Any, Sequence[Any] | None]
+"""A config path, what stands there, and what a component takes: None stands for anything."""
+
+
+def _attention_limits(config: Config, backend: AttentionBackend) -> list[_Limit]:
+    support = backend.support()
+    return [*_place(config, support.devices, support.dtypes),
+            ("kvcache.block_size", config.kvcache.block_size, support.page_sizes)]
+
+
+def _quantization_limits(config: Config, quantization: Quantization) -> list[_Limit]:
+    support = quantization.support()
+    return _place(config, support.devices, support.dtypes)
+
+
+def _place(config: Config, devices: Sequence[str] | None, dtypes: Sequence[str] | None) -> list[_Limit]:
+    return [("device", config.device.partition(":")[0], devices), ("dtype", config.dtype, dtypes)]
+
+
+def _not_taken(part: Component, limits: Callable[[], Sequence[_Limit]]) -> list[Problem]:
     """What the config says and ``part`` does not take. Left to the start: what "auto" is, and the model's shapes."""
     try:
-        support = part.support()
+        given = limits()
     except ConfigError as error:  # what it needs is not here
         return [Problem(path or part.kind, message) for path, message in problems_of(error)]
-    device = config.device.partition(":")[0]
-    given: list[tuple[str, Any, Sequence[Any] | None]] = [
-        ("device", device, support.devices), ("dtype", config.dtype, support.dtypes)]
-    if isinstance(support, AttentionSupport):
-        given.append(("kvcache.block_size", config.kvcache.block_size, support.page_sizes))
     return [
         Problem(path, (
             f"{part.label} does not take {value!r}, but {', '.join(map(str, allowed))}. Change it, or {part.kind}."))

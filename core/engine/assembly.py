@@ -11,7 +11,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, cast
 
 from hotswap.core.config import Config, ResolvedConfig
-from hotswap.core.config.check import Components, check_config
+from hotswap.core.config.check import check_config
+from hotswap.core.config.components import Components
 from hotswap.core.engine.client import Engine
 from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Limits

@@ -13,7 +13,8 @@ from typing import Any
 
 from hotswap.core.blame import blame
 from hotswap.core.config.changes import SIZES_OF_THE_CACHE, Difference, changed, differences
-from hotswap.core.config.check import Components, check_config
+from hotswap.core.config.check import check_config
+from hotswap.core.config.components import Components
 from hotswap.core.engine.assembly import BuiltEngine, Made, cache_room, divide_memory
 from hotswap.core.engine.setup import CacheRoom
 from hotswap.core.engine.switch import Effect, Switch, carry_out

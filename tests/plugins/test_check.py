@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from hotswap.core.config import load_config
-from hotswap.core.config.check import Components, check_config, choose_attention
+from hotswap.core.config.check import check_config, choose_attention
+from hotswap.core.config.components import Components
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.registry import Registry
