@@ -7,9 +7,7 @@ flight. Every array and tensor of a step is made for it and never written again.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ import torch
 from hotswap.core.blame import blame
 from hotswap.core.errors import ComponentError
 from hotswap.core.execution.accord import Accord, StepFailedTogether
+from hotswap.core.execution.batch import Batch, Cohort
 from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import ChoiceRows, Choices, TokenChooser
@@ -38,34 +37,6 @@ TRANSFER_WAIT_S = 0.005
 """How long an empty step may wait for a transfer: short, since the next request waits behind it."""
 
 
-class _Cohort(NamedTuple):
-    """The requests of a step's rows, in order: where the next step has the same, nobody is looked up again.
-    ``slots`` [R]: their places in the table, whose ``version`` it was."""
-
-    names: list[str]
-    version: int
-    residents: list[Resident]
-    slots: IntArray
-
-
-@dataclass
-class _Batch:
-    """The rows of a step that can run, and their columns [R]: ``counts`` known tokens each, from ``computed`` on, and
-    with drafts ``lengths``. A row ``samples`` when it reaches the last known token. ``slots``: the requests' places in
-    the table."""
-
-    rows: Sequence[Row]
-    residents: list[Resident]
-    slots: IntArray
-    counts: IntArray
-    computed: IntArray
-    known: IntArray
-    samples: IntArray
-    lengths: IntArray
-    drafts: Sequence[Sequence[int]]
-    draft_probs: list[torch.Tensor | None] | None = None
-
-
 class ModelRunner:
     """One rank's steps. ``clock`` gives seconds, for the durations in verdicts. ``hidden``: what one stage gives to the
     next for each token, its width and dtype."""
@@ -83,7 +54,7 @@ class ModelRunner:
         self._broken: dict[str, str] = {}
         self._drafted: dict[str, int] = {}
         self._took_part = False
-        self._cohort = _Cohort([], -1, [], np.zeros(0, np.int64))
+        self._cohort = Cohort([], -1, [], np.zeros(0, np.int64))
         self._cache, self._table = cache, table
         self._speculation = speculation
         self._chooser, self._transfer = chooser, transfer
@@ -236,7 +207,7 @@ class ModelRunner:
         self._mesh.pass_on(hidden)
         return [hidden, *given]
 
-    def _gather(self, rows: Sequence[Row]) -> tuple[_Batch, dict[str, RowVerdict]]:
+    def _gather(self, rows: Sequence[Row]) -> tuple[Batch, dict[str, RowVerdict]]:
         """The rows that can run, and the verdicts of those that cannot: of requests that failed, or are not here."""
         names, refused = [row.request for row in rows], dict[str, RowVerdict]()
         cohort = self._cohort
@@ -250,7 +221,7 @@ class ModelRunner:
         if (beyond := ends > known).any():
             row = int(beyond.argmax())
             raise AssertionError(f"{rows[row]} starts at {computed[row]}, but only {known[row]} tokens are known")
-        return _Batch(
+        return Batch(
             rows, cohort.residents, slots, counts, computed, known, ends == known, counts, [()] * len(rows)), refused
 
     def _refusal(self, name: str) -> RowVerdict | None:
@@ -261,12 +232,12 @@ class ModelRunner:
             return RowVerdict(name, [], int(self._table.computed[resident.slot]), error=resident.error)
         return None
 
-    def _look_up(self, names: list[str]) -> _Cohort:
+    def _look_up(self, names: list[str]) -> Cohort:
         residents = [resident for name in names if (resident := self._table.get(name)) is not None]
         slots = np.array([resident.slot for resident in residents], np.int64)
-        return _Cohort(names, self._table.version, residents, slots)
+        return Cohort(names, self._table.version, residents, slots)
 
-    def _propose(self, batch: _Batch) -> int:
+    def _propose(self, batch: Batch) -> int:
         """Ask for drafts and write them behind the known tokens; returns how many proposals made no sense."""
         if not self._speculation.lookahead:
             return 0
@@ -283,7 +254,7 @@ class ModelRunner:
                 row.request: len(drafts) for row, drafts in zip(batch.rows, batch.drafts, strict=True) if drafts}
         return proposal.dropped
 
-    def _questions(self, batch: _Batch) -> list[ProposeRow]:
+    def _questions(self, batch: Batch) -> list[ProposeRow]:
         computed, ends = batch.computed.tolist(), (batch.computed + batch.counts).tolist()
         columns = zip(batch.rows, batch.slots, batch.samples, computed, ends, strict=True)
         return [
@@ -296,7 +267,7 @@ class ModelRunner:
         view.flags.writeable = False
         return view
 
-    def _observe(self, batch: _Batch, reports: Sequence[RowVerdict], taps: dict[str, torch.Tensor]) -> None:
+    def _observe(self, batch: Batch, reports: Sequence[RowVerdict], taps: dict[str, torch.Tensor]) -> None:
         """Tell the speculator what became of each row that did not fail, and note how far its cache is behind."""
         if not (self._speculation.on and self._mesh.is_last):
             return
@@ -316,7 +287,7 @@ class ModelRunner:
         computed = int(self._table.computed[resident.slot])
         return ObservedRow(resident.new.id, self._known(resident.slot), drafted, accepted, begin, computed, offset)
 
-    def _lay_out(self, batch: _Batch) -> Callable[[], list[torch.Tensor]]:
+    def _lay_out(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
         """Plan the batch for the attention backend; returns what then computes it, from a graph where one fits."""
         lengths = batch.lengths
         ends = batch.computed + lengths
@@ -332,7 +303,7 @@ class ModelRunner:
         inputs = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
         return lambda: self.forward(inputs, layout.positions)
 
-    def _finish(self, batch: _Batch, hidden: torch.Tensor) -> tuple[list[RowVerdict], int]:
+    def _finish(self, batch: Batch, hidden: torch.Tensor) -> tuple[list[RowVerdict], int]:
         """Choose tokens for the rows that sample, bring the true counts up to date, and report; and how many drafts had
         probabilities that are none. hidden [T, H].
 
@@ -355,7 +326,7 @@ class ModelRunner:
             verdicts[i].prompt_logprobs, verdicts[i].prompt_logprobs_from = scored, int(batch.computed[i]) + 1
         return verdicts, choices.distrusted
 
-    def _choose(self, batch: _Batch, sampling: IntArray, starts: IntArray, hidden: torch.Tensor) -> Choices:
+    def _choose(self, batch: Batch, sampling: IntArray, starts: IntArray, hidden: torch.Tensor) -> Choices:
         """The head sees the last known token of each row that samples, and its drafts: no other."""
         if not len(sampling):
             return Choices([], [])
@@ -370,7 +341,7 @@ class ModelRunner:
         logits = self._model.head(hidden)
         return self._accord.choices(len(which), lambda: self._chooser.choose(logits, rows, probs))
 
-    def _score_prompts(self, batch: _Batch, starts: IntArray, hidden: torch.Tensor) -> dict[int, list[TokenLogprob]]:
+    def _score_prompts(self, batch: Batch, starts: IntArray, hidden: torch.Tensor) -> dict[int, list[TokenLogprob]]:
         """By row: logprobs of the prompt tokens that this step's tokens predict."""
         scored = {}
         for i in np.flatnonzero(batch.computed + 1 < self._table.prompts[batch.slots]).tolist():
@@ -384,7 +355,7 @@ class ModelRunner:
         return scored
 
     def _report(
-        self, batch: _Batch, sampling: list[int], choices: Choices, computed: list[int],
+        self, batch: Batch, sampling: list[int], choices: Choices, computed: list[int],
     ) -> list[RowVerdict]:
         """Of each row. ``sampling``: the rows that ``choices`` is of."""
         kept = choices.kept

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotswap.core.execution.greedy import most_probable
 from hotswap.core.execution.randomness import Array, Stream, uniforms
 from hotswap.core.request import SamplingParams
 
@@ -27,9 +28,6 @@ _SLICE_ELEMENTS = {"cpu": 1 << 19}
 _SLICE_ELEMENTS_ELSEWHERE = 1 << 23
 """Most logits that are processed at a time, each taking about 30 bytes on the way: what a CPU's cache holds, and what
 an accelerator's memory spares."""
-
-_NEGATIVE_INFINITY = {torch.bfloat16: 0xFF80, torch.float16: 0xFC00}
-"""How 16 bits spell it. What is larger, read as an unsigned integer, is NaN."""
 
 _WIDTHS = (128, 2048)
 """How many of a row's best tokens are tried before all are sorted: sorting 50,000 takes 50 times as long on a CPU."""
@@ -233,7 +231,11 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, stream: Stream = Stream.S
     Greedy rows take the largest logit, the lowest id among equals. The others depend on their logits, parameters, seed
     and position only. Rows with NaN or +inf, or with -inf throughout, are faults of their own.
     """
-    tokens, best = _most_probable(logits, batch)
+    if batch.greedy.any():
+        tokens, best = most_probable(logits)
+    else:
+        best = logits.amax(-1)
+        tokens = torch.zeros_like(best, dtype=torch.int64)
     if batch.groups:
         draws = torch.from_numpy(batch.uniforms(stream)).to(logits.device)
         for rows, candidates in _candidates(logits, best, batch):
@@ -246,8 +248,8 @@ def processed_probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
     Faulty rows hold NaN.
     """
-    tokens, best = _most_probable(logits, batch)
     probs = torch.zeros_like(logits)
+    tokens, best = most_probable(logits)
     if batch.greedy.any():
         probs.scatter_(1, tokens[:, None], 1.0)
     for rows, candidates in _candidates(logits, best, batch):
@@ -268,39 +270,6 @@ def pick(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 def as_weights(probs: torch.Tensor) -> torch.Tensor:
     """int64 weights for :func:`pick` from non-negative ``probs`` [n, V] of any scale."""
     return (probs * (_ONE / probs.amax(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny))).long()
-
-
-def _most_probable(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest logit as float32, NaN where there is any in the row, and its id [N], of which only those of
-    greedy rows are asked for."""
-    if not batch.greedy.any():
-        best = logits.amax(-1)
-        return torch.zeros_like(best, dtype=torch.int64), best
-    if logits.device.type != "cpu":
-        return logits.argmax(-1), logits.amax(-1).float()
-    if logits.dtype in _NEGATIVE_INFINITY:
-        return _largest_of_16_bits(logits)
-    # numpy's search is twenty times as fast as torch's, and ends at the first NaN.
-    return _with_values(logits, logits.detach().numpy().argmax(-1))
-
-
-def _largest_of_16_bits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`_most_probable`, without making float32 of all logits: read as integers, positive numbers are in the
-    same order, and larger than all negative ones. Rows without a positive number go the long way; so do those with a
-    negative NaN, which is the largest of what begins with a minus."""
-    bits = logits.detach().view(torch.int16).numpy()
-    tokens, best = _with_values(logits, bits.argmax(-1))
-    no_numbers = bits.view(np.uint16).max(-1) > _NEGATIVE_INFINITY[logits.dtype]
-    rows = torch.from_numpy(np.flatnonzero(no_numbers | ~(best.numpy() > 0)))
-    if len(rows):
-        some = logits[rows].detach().float()
-        tokens[rows], best[rows] = _with_values(some, some.numpy().argmax(-1))
-    return tokens, best
-
-
-def _with_values(logits: torch.Tensor, tokens: Array) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.from_numpy(tokens)
-    return ids, logits.gather(1, ids[:, None]).squeeze(1).float()
 
 
 def _candidates(
