@@ -26,12 +26,13 @@ from hotswap.core.explain import explain, join, nearest, raise_problems
 from hotswap.core.hooks import Observer
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentOptions, ComponentRef, Origin, Part, RequestOptions
+from hotswap.core.interfaces.deployment import Deployment, Router
 from hotswap.core.interfaces.kv_transfer import KVTransfer
 from hotswap.core.interfaces.kvcache import EvictionPolicy, KVCacheManager
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.operators import Operators
-from hotswap.core.interfaces.parallel import Deployment, Executor, Launcher, Router, ShardStrategy
+from hotswap.core.interfaces.parallel import Executor, Launcher, ShardStrategy
 from hotswap.core.interfaces.quantization import Quantization
 from hotswap.core.interfaces.scheduler import QueuePolicy, Scheduler
 from hotswap.core.interfaces.speculator import Speculator

@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from hotswap.core.interfaces.parallel import EngineClient
+from hotswap.core.interfaces.deployment import EngineClient
 from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput
 
 Receiver = Callable[[RequestOutput], None]

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from hotswap.core.errors import QueueFullError
-from hotswap.core.interfaces.parallel import EngineClient
+from hotswap.core.interfaces.deployment import EngineClient
 from hotswap.core.request import Request, RequestOutput
 
 

@@ -12,8 +12,8 @@ from hotswap.core.config.describe import public_name
 from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import RequestOptions
+from hotswap.core.interfaces.deployment import EngineClient
 from hotswap.core.interfaces.kvcache import CacheKey
-from hotswap.core.interfaces.parallel import EngineClient
 from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.core.request import PROCESSED_FIELDS
 

@@ -32,9 +32,9 @@ from hotswap.core.engine.build import Built, build_engine
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.errors import ConfigError
 from hotswap.core.hooks import Observer, hookimpl
+from hotswap.core.interfaces.deployment import EngineClient
 from hotswap.core.interfaces.messages import Verdict
 from hotswap.core.interfaces.model import Model
-from hotswap.core.interfaces.parallel import EngineClient
 from hotswap.core.modeling import layers
 from hotswap.core.request import Request, RequestOutput, SamplingParams
 from hotswap.lab.commands.assignments import assignments

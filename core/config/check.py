@@ -18,8 +18,9 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentRef
+from hotswap.core.interfaces.deployment import Deployment
 from hotswap.core.interfaces.kv_transfer import HANDOFF
-from hotswap.core.interfaces.parallel import Deployment, ShardStrategy
+from hotswap.core.interfaces.parallel import ShardStrategy
 from hotswap.core.interfaces.quantization import Quantization
 from hotswap.core.registry import Registry
 

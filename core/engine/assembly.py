@@ -23,19 +23,11 @@ from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join
 from hotswap.core.interfaces.component import Component, ComponentRef
+from hotswap.core.interfaces.deployment import Deployment, EngineClient, EngineFactory
 from hotswap.core.interfaces.kv_transfer import KVTransfer, TransferLayout
 from hotswap.core.interfaces.kvcache import CacheConstraints, CachePlan
 from hotswap.core.interfaces.model import Model, ModelFacts
-from hotswap.core.interfaces.parallel import (
-    Deployment,
-    EngineClient,
-    EngineFactory,
-    Meeting,
-    RankPlan,
-    Replica,
-    ShardStrategy,
-    WorkerInfo,
-)
+from hotswap.core.interfaces.parallel import Meeting, RankPlan, Replica, ShardStrategy, WorkerInfo
 from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
 

@@ -19,9 +19,9 @@ from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.engine.exchange import Exchanger, Report
 from hotswap.core.errors import ConfigError, EngineStoppedError
 from hotswap.core.interfaces.component import RequestOptions
+from hotswap.core.interfaces.deployment import EngineClient
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.model import Model, ModelFacts
-from hotswap.core.interfaces.parallel import EngineClient
 from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
 

@@ -9,7 +9,7 @@ from typing import Any
 from hotswap.core.blame import blame
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.errors import EngineStoppedError, QueueFullError
-from hotswap.core.interfaces.parallel import EngineStatus, EventListener, Loads
+from hotswap.core.interfaces.deployment import EngineStatus, EventListener, Loads
 from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput
 
 logger = logging.getLogger(__name__)

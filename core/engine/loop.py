@@ -18,9 +18,9 @@ from hotswap.core.engine.parts import Parts
 from hotswap.core.engine.pool import RequestState, StepInFlight
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import EngineStoppedError, RequestError
+from hotswap.core.interfaces.deployment import EventListener
 from hotswap.core.interfaces.kvcache import KVCacheManager
 from hotswap.core.interfaces.messages import StepMessage, Verdict
-from hotswap.core.interfaces.parallel import EventListener
 from hotswap.core.interfaces.scheduler import StepOutcome
 from hotswap.core.request import FinishReason, OutputSink, Request
 

@@ -13,8 +13,8 @@ import pytest
 
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.errors import ConfigError, EngineStoppedError, QueueFullError
+from hotswap.core.interfaces.deployment import Deployment, EngineClient, EngineFactory
 from hotswap.core.interfaces.kvcache import CacheEvent
-from hotswap.core.interfaces.parallel import Deployment, EngineClient, EngineFactory
 from hotswap.core.request import Request, RequestOutput, SamplingParams
 from hotswap.core.testing.engines import ToyEngine
 from hotswap.core.testing.fakes import continuation

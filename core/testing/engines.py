@@ -4,8 +4,8 @@ import threading
 from collections.abc import Sequence
 
 from hotswap.core.errors import EngineStoppedError, QueueFullError
+from hotswap.core.interfaces.deployment import EngineFactory, EngineStatus, EventListener, Loads
 from hotswap.core.interfaces.kvcache import CacheEvent
-from hotswap.core.interfaces.parallel import EngineFactory, EngineStatus, EventListener, Loads
 from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput
 from hotswap.core.testing.fakes import next_token
 

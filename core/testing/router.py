@@ -10,8 +10,8 @@
 import random
 from collections.abc import Sequence
 
+from hotswap.core.interfaces.deployment import Candidate, Loads, Router
 from hotswap.core.interfaces.kvcache import CacheEvent
-from hotswap.core.interfaces.parallel import Candidate, Loads, Router
 from hotswap.core.request import Request, SamplingParams
 
 

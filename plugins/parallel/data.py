@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part
-from hotswap.core.interfaces.parallel import Deployment, EngineClient, EngineFactory, Role
+from hotswap.core.interfaces.deployment import Deployment, EngineClient, EngineFactory, Role
 from hotswap.plugins.parallel.fleet import Fleet
 
 

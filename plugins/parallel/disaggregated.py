@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Description, Part, Requirement
-from hotswap.core.interfaces.parallel import (
+from hotswap.core.interfaces.deployment import (
     Deployment,
     EngineClient,
     EngineFactory,

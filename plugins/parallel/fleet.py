@@ -11,8 +11,7 @@ from typing import Any
 
 from hotswap.core.blame import blame
 from hotswap.core.errors import EngineStoppedError, QueueFullError
-from hotswap.core.interfaces.kvcache import CacheEvent
-from hotswap.core.interfaces.parallel import (
+from hotswap.core.interfaces.deployment import (
     Candidate,
     EngineClient,
     EngineFactory,
@@ -21,6 +20,7 @@ from hotswap.core.interfaces.parallel import (
     Loads,
     Router,
 )
+from hotswap.core.interfaces.kvcache import CacheEvent
 from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput
 from hotswap.plugins.parallel.cached_pages import Union
 

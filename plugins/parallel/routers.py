@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hotswap.core.interfaces.component import ComponentOptions
+from hotswap.core.interfaces.deployment import Candidate, Loads, Router
 from hotswap.core.interfaces.kvcache import CacheEvent
-from hotswap.core.interfaces.parallel import Candidate, Loads, Router
 from hotswap.core.request import Request
 from hotswap.plugins.parallel.cached_pages import CachedPages
 

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from hotswap import __version__
-from hotswap.core.interfaces.parallel import Loads
+from hotswap.core.interfaces.deployment import Loads
 from hotswap.server.http.api import Api
 from hotswap.server.http.body import read_body, validate
 from hotswap.server.http.errors import ApiError

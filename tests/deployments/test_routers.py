@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from hotswap.core.interfaces.deployment import Candidate, EngineFactory, EventListener, Loads, Router
 from hotswap.core.interfaces.kvcache import CacheEvent, CacheKey
-from hotswap.core.interfaces.parallel import Candidate, EngineFactory, EventListener, Loads, Router
 from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput, SamplingParams
 from hotswap.core.testing.rig import build
 from hotswap.core.testing.router import RouterSuite, candidates, request

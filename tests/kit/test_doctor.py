@@ -20,7 +20,7 @@ import os, time
 from datetime import date
 from typing import Annotated
 from hotswap.core.interfaces.component import ComponentOptions, Description, Requirement
-from hotswap.core.interfaces.parallel import Router
+from hotswap.core.interfaces.deployment import Router
 """
 ROUTERS = {
     "well": '''

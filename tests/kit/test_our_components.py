@@ -10,9 +10,10 @@ import pytest
 
 from hotswap.core.hooks import Observer
 from hotswap.core.interfaces.attention import AttentionBackend
+from hotswap.core.interfaces.deployment import Deployment
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.operators import Operators
-from hotswap.core.interfaces.parallel import Deployment, Executor, Launcher, MeshDim, RankPlan, ShardStrategy
+from hotswap.core.interfaces.parallel import Executor, Launcher, MeshDim, RankPlan, ShardStrategy
 from hotswap.core.interfaces.scheduler import QueuePolicy
 from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.testing.attention import AttentionSuite

@@ -19,7 +19,8 @@ PARTS = """
     from hotswap.core.interfaces.kv_transfer import KVTransfer
     from hotswap.core.interfaces.kvcache import KVCacheManager
     from hotswap.core.interfaces.logits import LogitsProcessor
-    from hotswap.core.interfaces.parallel import Deployment, Executor, Role, ShardStrategy
+    from hotswap.core.interfaces.deployment import Deployment, Role
+    from hotswap.core.interfaces.parallel import Executor, ShardStrategy
     from hotswap.core.interfaces.scheduler import QueuePolicy, Scheduler
     from hotswap.core.interfaces.speculator import Speculator, SpeculatorNeeds
 

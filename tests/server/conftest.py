@@ -19,8 +19,8 @@ from hotswap.core.config.schema import ServerSection
 from hotswap.core.engine.outputs import absorb, last_words
 from hotswap.core.engine.pool import RequestState
 from hotswap.core.errors import EngineStoppedError, QueueFullError
+from hotswap.core.interfaces.deployment import EngineStatus, EventListener, Loads
 from hotswap.core.interfaces.messages import RowVerdict
-from hotswap.core.interfaces.parallel import EngineStatus, EventListener, Loads
 from hotswap.core.modeling.tokenizer import Tokenizer
 from hotswap.core.request import FinishReason, OutputSink, Request, TokenLogprob
 from hotswap.server.app import create_app

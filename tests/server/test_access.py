@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from hotswap.core.engine.drafts import DraftCounts
+from hotswap.core.interfaces.deployment import Loads
 from hotswap.core.interfaces.messages import RowVerdict, Verdict
-from hotswap.core.interfaces.parallel import Loads
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hotswap.core.interfaces.parallel import EngineFactory
+from hotswap.core.interfaces.deployment import EngineFactory
 from hotswap.core.testing.rig import build
 from hotswap.plugins.parallel.fleet import Fleet
 

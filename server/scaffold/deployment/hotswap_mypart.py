@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hotswap.core.errors import EngineStoppedError, QueueFullError
 from hotswap.core.interfaces.component import ComponentOptions
-from hotswap.core.interfaces.parallel import (
+from hotswap.core.interfaces.deployment import (
     Deployment,
     EngineClient,
     EngineFactory,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotswap.core.interfaces.component import ComponentOptions
-from hotswap.core.interfaces.parallel import Candidate, Router
+from hotswap.core.interfaces.deployment import Candidate, Router
 from hotswap.core.request import Request
 
 
