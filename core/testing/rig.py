@@ -1,7 +1,7 @@
 """Builds engine loops on the fake device, and runs traffic through them."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -132,6 +132,15 @@ def assert_clean(rig: Rig) -> None:
 def expected(request: Request) -> list[int]:
     stop = frozenset(request.sampling.stop_token_ids) | request.eos_token_ids
     return continuation(request.prompt_token_ids, request.sampling.max_tokens or 0, request.seed, stop)
+
+
+def finish(rig: Rig, requests: Iterable[Request]) -> None:
+    """Run to the end: every plan was good, everybody got what an undisturbed engine gives, nothing is held."""
+    rig.run()
+    assert rig.loop.last_plan_error is None
+    for request in requests:
+        assert rig.client.tokens(request.id) == expected(request), request.id
+    assert_clean(rig)
 
 
 def random_prompt(rng: random.Random, longest: int, shared: list[int]) -> list[int]:

@@ -89,9 +89,7 @@ def scale(typing, row, factor, count):
         row, factor, count = arguments
         code = Code(context, builder)
         factor = code.everywhere(factor)
-        with code.loop(count) as i:
-            at = builder.add(row, code.scaled(i, code.step))
-            code.store(builder.fmul(code.load(at), factor), at)
+        _replace(code, row, count, lambda value: builder.fmul(value, factor))
         return context.get_dummy_value()
 
     return types.void(WORD, types.float32, WORD), generate
@@ -138,11 +136,13 @@ def exponentials(typing, row, count, greatest):
         code = Code(context, builder)
         most = code.everywhere(most)
         total = code.variable(code.zero)
-        with code.loop(count) as i:
-            at = builder.add(row, code.scaled(i, code.step))
-            value = code.exp(builder.fsub(code.load(at), most))
-            code.store(value, at)
+
+        def weight(score):
+            value = code.exp(builder.fsub(score, most))
             builder.store(builder.fadd(builder.load(total), value), total)
+            return value
+
+        _replace(code, row, count, weight)
         return code.single(builder.load(total), builder.fadd)
 
     return types.float32(WORD, WORD, types.float32), generate
@@ -156,9 +156,14 @@ def squash(typing, row, count, cap):
         row, count, cap = arguments
         code = Code(context, builder)
         cap = code.everywhere(cap)
-        with code.loop(count) as i:
-            at = builder.add(row, code.scaled(i, code.step))
-            code.store(builder.fmul(code.tanh(builder.fdiv(code.load(at), cap)), cap), at)
+        _replace(code, row, count, lambda value: builder.fmul(code.tanh(builder.fdiv(value, cap)), cap))
         return context.get_dummy_value()
 
     return types.void(WORD, WORD, types.float32), generate
+
+
+def _replace(code, row, count, function):
+    """Each of the ``count`` vectors of a row by what ``function`` makes of it."""
+    with code.loop(count) as i:
+        at = code.builder.add(row, code.scaled(i, code.step))
+        code.store(function(code.load(at)), at)

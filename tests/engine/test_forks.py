@@ -11,7 +11,7 @@ from hotswap.core.interfaces.scheduler import Answer
 from hotswap.core.live import LiveComponents
 from hotswap.core.request import Request
 from hotswap.core.testing.replay import Replay, read_log
-from hotswap.core.testing.rig import Rig, assert_clean, build, expected, make_rig
+from hotswap.core.testing.rig import Rig, build, finish, make_rig
 
 PROMPT = [(7 * i) % 13 for i in range(100)]
 FORKING = ["paged", "prefix", "radix"]
@@ -38,14 +38,6 @@ def copies(rig: Rig) -> int:
 
 def resumed(rig: Rig) -> dict[str, int]:
     return {resume.request: resume.computed for message in rig.executor.messages for resume in message.resumes}
-
-
-def finish(rig: Rig, requests: list[Request]) -> None:
-    rig.run()
-    assert rig.loop.last_plan_error is None
-    for request in requests:
-        assert rig.client.tokens(request.id) == expected(request), request.id
-    assert_clean(rig)
 
 
 @pytest.mark.parametrize("kv", FORKING)

@@ -12,7 +12,7 @@ from hotswap.core.interfaces.kvcache import CacheKey
 from hotswap.core.interfaces.scheduler import GRANTED, PlanContext, RequestView, Row, Scheduler, StepPlan
 from hotswap.core.live import LiveComponents
 from hotswap.core.request import Request
-from hotswap.core.testing.rig import Rig, assert_clean, build, expected, make_rig
+from hotswap.core.testing.rig import Rig, build, finish, make_rig
 from hotswap.core.testing.wrapping import Wrapped
 
 PAGE = 8
@@ -57,14 +57,6 @@ def crowd(rig: Rig, n: int, max_tokens: int = 3, **fields: Any) -> list[Request]
 
 def computed(rig: Rig) -> int:
     return sum(row.n_tokens for message in rig.executor.messages for row in message.rows)
-
-
-def finish(rig: Rig, requests: list[Request]) -> None:
-    rig.run()
-    assert rig.loop.last_plan_error is None
-    for request in requests:
-        assert rig.client.tokens(request.id) == expected(request), request.id
-    assert_clean(rig)
 
 
 # ---------------------------------------------------------------------- computed once
