@@ -4,11 +4,8 @@ Each look at a component is a :class:`Finding`. A problem means that it cannot b
 be made better; skipped, that something must be given or installed first.
 """
 
-import contextlib
 import inspect
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +20,8 @@ from pydantic import ValidationError
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import Component, ComponentRef, Description
 from hotswap.core.registry import Entry, Registry, Status
-from hotswap.server.commands.doctor_kit import at, place_in, run_kit, surroundings
+from hotswap.server.commands.doctor_kit import at, place_in, run_kit
+from hotswap.server.commands.strangers import aside, run_child
 
 SLOW_IMPORT_S = 1.0
 IMPORT_TIMEOUT_S = 60.0
@@ -118,25 +116,12 @@ def examine(patient: Patient, kit: bool = True) -> Iterator[Finding]:
 def _guarded(look: Callable[[Patient], tuple[Health, str]], patient: Patient) -> tuple[Health, str]:
     """A stranger's code may raise anything, and print: standard output is for findings."""
     try:
-        with _aside():
+        with aside():
             return look(patient)
     except ConfigError as error:
         return Health.PROBLEM, str(error)
     except (Exception, SystemExit) as error:
         return Health.PROBLEM, f"{type(error).__name__}: {error}"
-
-
-@contextlib.contextmanager
-def _aside() -> Iterator[None]:
-    """Standard output becomes standard error, for code that is not Python's, too."""
-    with contextlib.redirect_stdout(sys.stderr):
-        kept = os.dup(1)
-        try:
-            os.dup2(2, 1)
-            yield
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
 
 
 def _import(patient: Patient) -> tuple[Health, str]:
@@ -146,15 +131,14 @@ def _import(patient: Patient) -> tuple[Health, str]:
     (module, _, name), before = patient.entry.value.partition(":"), THERE_ANYWAY.get(patient.entry.kind, ())
     with TemporaryDirectory(prefix="hotswap-doctor-") as folder:
         result = Path(folder) / "result.json"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-c", _IMPORT, str(result), module, name, "hotswap.core.registry", *before],
-                env=surroundings(), capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
+        done = run_child(
+            [sys.executable, "-P", "-c", _IMPORT, str(result), module, name, "hotswap.core.registry", *before],
+            IMPORT_TIMEOUT_S)
+        if done.code is None:
             return Health.PROBLEM, f"importing {module} has not ended within {IMPORT_TIMEOUT_S:g} s"
         if not result.exists():
-            said = done.stderr.strip().splitlines() if done.returncode else []
-            ends = f"importing {module} ends the interpreter, with exit code {done.returncode}"
+            said = done.err.strip().splitlines() if done.code else []
+            ends = f"importing {module} ends the interpreter, with exit code {done.code}"
             return Health.PROBLEM, said[-1] if said else ends
         found = json.loads(result.read_text())
     if "error" in found:
@@ -164,7 +148,7 @@ def _import(patient: Patient) -> tuple[Health, str]:
     advice = []
     if found["seconds"] > SLOW_IMPORT_S:
         advice.append("import what takes long inside the methods that need it: `config check` imports the module, too")
-    if done.stdout:
+    if done.out:
         advice.append("it prints while it is imported, into what others read from standard output: log it instead")
     return (Health.WARNING, "; ".join([told, *advice])) if advice else (Health.OK, told)
 

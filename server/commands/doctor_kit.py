@@ -1,9 +1,7 @@
 """Runs the quick part of a kind's suite on an installed component, in a process of its own."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Collection, Iterator, Mapping
@@ -13,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from hotswap.core.testing.suites import SUITES
+from hotswap.server.commands.strangers import run_child
 
 NEEDED = ("pytest", "hypothesis")
 KIT_TIMEOUT_S = 900.0
@@ -125,13 +124,6 @@ class KitReport(NamedTuple):
     broken: str = ""
 
 
-def surroundings() -> dict[str, str]:
-    """The environment of a child that finds the modules which this process finds."""
-    found = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    found.pop("PYTEST_ADDOPTS", None)  # is about the tests of whoever has set it
-    return found
-
-
 def place_in(trace: str, module: str) -> str:
     """"FILE:LINE" of the last frame in a traceback's text that lies in ``module`` or the package around it; of the file
     that is no Python, where that is the cause. Empty where there is none."""
@@ -172,15 +164,13 @@ def _run(path: Path, home: str) -> KitReport:
     command = [
         sys.executable, "-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "hotswap.core.testing.quick",
         "--tb=native", "-o", "junit_logging=log", "--junitxml", str(path / "report.xml"), "test_it.py"]
-    try:
-        done = subprocess.run(
-            command, cwd=path, env=surroundings(), capture_output=True, timeout=KIT_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        last = (error.stdout or b"").decode(errors="replace").strip().splitlines()[-1:]
+    done = run_child(command, KIT_TIMEOUT_S, path)
+    if done.code is None:
+        last = done.out.strip().splitlines()[-1:]
         return KitReport(broken=f"the kit has not ended within {KIT_TIMEOUT_S:g} s; its last words: {' '.join(last)}")
     if not (path / "report.xml").exists():
-        said = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-20:]
-        return KitReport(broken="\n".join([f"the kit ended with exit code {done.returncode} and no report:", *said]))
+        said = (done.out + done.err).strip().splitlines()[-20:]
+        return KitReport(broken="\n".join([f"the kit ended with exit code {done.code} and no report:", *said]))
     return _read(path / "report.xml", home)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import json
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hotswap.core.explain import join, nearest
 from hotswap.core.registry import Entry, Listing, Registry, same_distribution
 from hotswap.server.commands.doctor import Finding, Health, Patient, examine, told
 from hotswap.server.commands.scaffold import check_name, distribution_of, write_project
+from hotswap.server.commands.strangers import aside
 from hotswap.server.commands.table import table
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="For programs.")
@@ -33,7 +33,7 @@ def command(ctx: click.Context, load: bool, as_json: bool) -> None:
     registry = Registry()
     if load:
         for item in registry.listing():
-            with contextlib.suppress(ConfigError), _aside():  # the listing will say why
+            with contextlib.suppress(ConfigError), aside():  # the listing will say why
                 registry.load(item.kind, f"{item.distribution}:{item.name}")
     listed = registry.listing()
     if as_json:
@@ -51,7 +51,7 @@ def show(component: str, as_json: bool) -> None:
     if not name:
         raise click.UsageError(f"'{component}' should be KIND:NAME, such as scheduler:chunked.")
     registry = Registry()
-    with _aside():
+    with aside():
         cls = registry.load(kind, name)
     found = registry.find(kind, name)
     listing = next(item for item in registry.listing(kind) if item[:3] == (kind, found.name, found.distribution))
@@ -141,11 +141,6 @@ def _given(sets: tuple[str, ...]) -> dict[str, Any]:
             section = section.setdefault(name, {})
         section[inner[-1]] = parse_yaml(value)
     return options
-
-
-def _aside() -> contextlib.AbstractContextManager[Any]:
-    """While a stranger's module is imported, which may print: standard output is for the answer."""
-    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _page(facts: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
 """``hotswap plugins doctor``: what it says of a part that is well, and of each way in which one can be ill."""
 
+import ctypes
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from hotswap.server.commands import doctor as doctor_module
 from hotswap.server.commands import doctor_kit, plugins
 from hotswap.server.commands.doctor import Finding, Health
 from hotswap.server.commands.doctor_kit import KitReport
+from hotswap.server.commands.strangers import run_child
 
 HEAD = """
 import os, time
@@ -109,6 +112,16 @@ class Favourite(Well):
 }
 
 
+BUFFERED = """
+import ctypes, routers
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+output = ctypes.c_void_p(libc.fdopen(1, b"w"))  # C's own stdout holds nothing back with PYTHONUNBUFFERED
+libc.fputs(b"held", output)
+X = routers.Well
+"""
+
+
 def install(site, name, source, points, contract="v1"):
     info = site / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
@@ -133,6 +146,8 @@ def site(tmp_path_factory):
     install(site, "inner", "import routers\n\nrouters.Well.no_such\n", {"inner": "inner:X"})
     install(site, "nameless", "import routers", {"nameless": "nameless:NoSuch"})
     install(site, "raw", "import os, routers; os.write(1, b'raw'); print('hello'); X = routers.Well", {"raw": "raw:X"})
+    install(site, "buffered", BUFFERED, {"buffered": "buffered:X"})
+    install(site, "latin", "import os, routers; os.write(2, b'\\xff'); X = routers.Well", {"latin": "latin:X"})
     install(site, "leaver", "import sys; sys.exit(0)", {"leaver": "leaver:X"})
     return site
 
@@ -201,10 +216,11 @@ def test_a_cause_that_several_checks_met_is_told_once_and_with_its_place(doctor)
         "routers.py", 'raise ValueError("odd")')
 
 
-def test_what_a_module_writes_past_python_spoils_no_answer_either(command, capfd):
-    json.loads(command("router:raw", "--no-kit", "--json").stdout)
-    out, told = capfd.readouterr()
-    assert (out, told) == ("", "raw")
+@pytest.mark.parametrize(("name", "said"), [("raw", "raw"), ("buffered", "held")])
+def test_what_a_module_writes_past_python_spoils_no_answer_either(command, capfd, name, said):
+    json.loads(command(f"router:{name}", "--no-kit", "--json").stdout)
+    ctypes.CDLL(None).fflush(None)  # what C's stdio held back would come now
+    assert capfd.readouterr() == ("", said)
 
 
 @pytest.mark.usefixtures("command")
@@ -226,6 +242,22 @@ def test_the_kit_is_not_waited_for_for_ever(monkeypatch):
     assert report.broken.startswith("the kit has not ended within 0.01 s")
 
 
+def test_what_is_ended_leaves_nothing_behind_that_it_has_started():
+    said = run_child(["sh", "-c", "sleep 60 & echo $!; printf '\\377'; wait"], 0.5)
+    started, odd = said.out.split("\n")
+    assert (said.code, odd) == (None, "\ufffd"), "bytes that are no text are told as such"
+    assert any(ended(int(started)) for _ in range(100))
+
+
+def ended(pid):
+    """It is gone, or only waits for somebody who asks after it; looks at it for a while."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z" or threading.Event().wait(0.02)
+
+
 @pytest.mark.parametrize(("name", "check", "health", "detail"), [
     ("bare", "documentation", "warning", "no docstring"),
     ("bare", "options", "warning", "no docstring behind seed"),
@@ -245,6 +277,8 @@ def test_the_kit_is_not_waited_for_for_ever(monkeypatch):
     ("nameless", "import", "problem", "AttributeError: module 'nameless' has no attribute 'NoSuch'"),
     ("raw", "import", "warning", "it prints while it is imported"),
     ("chatty", "import", "warning", "it prints while it is imported"),
+    ("buffered", "import", "warning", "it prints while it is imported"),
+    ("latin", "import", "ok", " s"),
     ("leaver", "import", "problem", "importing leaver ends the interpreter, with exit code 0"),
     ("slow", "import", "warning", "import what takes long inside the methods that need it"),
 ])
