@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ceilings import read_bandwidth
 from tqdm import tqdm
 
 from hotswap.core.engine.clock import SystemClock
@@ -110,17 +111,6 @@ def measure(case: Case, backends: dict[str, AttentionBackend], dtype: str, round
     return {"times_ms": times, "apart": apart}
 
 
-def bandwidth(quick: bool) -> float:
-    """Bytes a second that all threads read together, the best of some."""
-    block = torch.ones((1 << 20) if quick else (1 << 28), dtype=torch.int32)
-    best = 0.0
-    for _ in range(2 if quick else 7):
-        began = now()
-        block.sum()
-        best = max(best, block.nbytes / (now() - began))
-    return best
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one layer and small cases: does all of it run?")
@@ -133,7 +123,7 @@ def main() -> None:
     registry = Registry()
     backends: dict[str, Any] = {
         name: registry.build("attention", ComponentRef(use=name), "attention") for name in chosen.backends.split(",")}
-    speed, itemsize = bandwidth(chosen.quick), getattr(torch, chosen.dtype).itemsize
+    speed, itemsize = 1e9 * read_bandwidth(chosen.quick), getattr(torch, chosen.dtype).itemsize
     print(f"{torch.get_num_threads()} threads, {chosen.dtype}, memory read at {speed / 1e9:.1f} GB/s")
     names = list(backends)
     print(f"{'step':42}" + "".join(f"{name:>24}" for name in names) + f"{'ratio':>8}{'floor':>8}{'apart':>10}")

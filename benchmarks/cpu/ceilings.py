@@ -113,8 +113,8 @@ def measured(config: Path, rows: Sequence[int], threads: int | None = None, quic
     try:
         found: dict[str, Any] = {
             "threads": torch.get_num_threads(), "parameters": shapes.parameters,
-            "read_gb_s": read_bandwidth(seconds, READ_BYTES // 16 if quick else READ_BYTES),
-            "gemm_gflop_s": {name: gemm_peak(dtype, seconds) for name, dtype in _DTYPES.items()}, "linear_ms": {}}
+            "read_gb_s": read_bandwidth(quick),
+            "gemm_gflop_s": {name: gemm_peak(dtype, quick) for name, dtype in _DTYPES.items()}, "linear_ms": {}}
         with torch.inference_mode():
             for name in tqdm(OPERATORS, desc="operators", disable=None):
                 found["linear_ms"][name] = _operator(name, shapes, rows, seconds)
@@ -126,16 +126,17 @@ def measured(config: Path, rows: Sequence[int], threads: int | None = None, quic
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def read_bandwidth(seconds: float, size: int = READ_BYTES) -> float:
-    """GB/s, the best of all readings of ``size`` bytes."""
+def read_bandwidth(quick: bool = False) -> float:
+    """GB/s, the best of all readings of a block of memory."""
+    seconds, size = (QUICK_SECONDS, READ_BYTES // 16) if quick else (SECONDS, READ_BYTES)
     memory = torch.ones(size // 4)
     return size / 1e9 / min(_times(memory.sum, seconds))
 
 
-def gemm_peak(dtype: torch.dtype, seconds: float) -> float:
+def gemm_peak(dtype: torch.dtype, quick: bool = False) -> float:
     """GFLOP/s of a large product, the best of all."""
     a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype) for _ in range(2))
-    return 2 * GEMM_SIZE**3 / 1e9 / min(_times(lambda: a @ b, seconds))
+    return 2 * GEMM_SIZE**3 / 1e9 / min(_times(lambda: a @ b, QUICK_SECONDS if quick else SECONDS))
 
 
 def _operator(name: str, shapes: Shapes, rows: Sequence[int], seconds: float) -> dict[str, Any]:

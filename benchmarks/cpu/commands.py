@@ -1,6 +1,5 @@
 """The command line."""
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,12 +17,15 @@ from benchmarks.cpu.rounds import Plan, run
 from benchmarks.cpu.table import as_json, shown_run, tables
 from hotswap.core.errors import ConfigError, HotswapError
 from hotswap.lab.commands.assignments import assignments
+from hotswap.lab.commands.output import writable, write
 from hotswap.lab.environment import environment
 from hotswap.lab.statistics.signed_rank import QUAD
 
 RESULTS = ROOT / "benchmarks" / "results"
 PEERS, CONFIG = (Path(__file__).with_name(name) for name in ("peers.yaml", "hotswap.yaml"))
 DEFAULT_LOADS = "single,batch8,mixed,prefix,http"
+INDENT = 1
+"""Stored results are compared line by line."""
 
 
 def main() -> None:
@@ -114,10 +116,10 @@ def ceilings(config: Path, rows: str, threads: int | None, quick: bool, out: Pat
     """What this machine can do at most: reading memory, multiplying matrices, all linear layers of a step."""
     from benchmarks.cpu.ceilings import measured, told
 
-    out = writable(out or _result_file("ceilings"))
+    out = writable(out or _result_file("ceilings"), "--out")
     found = measured(config, numbers("--rows", rows), threads, quick)
     click.echo(told(found))
-    write(out, {"environment": environment(), "ceilings": found})
+    write(out, {"environment": environment(), "ceilings": found}, INDENT)
 
 
 @command.command("profile")
@@ -134,10 +136,10 @@ def profile(
     """Where the time of a decoding step goes, and how far it is from what the machine allows."""
     from benchmarks.cpu.steps import profiled, told
 
-    out = writable(out or _result_file("profile"))
+    out = writable(out or _result_file("profile"), "--out")
     found = profiled(config, sets, numbers("--rows", rows), context, server, quick)
     click.echo(told(found))
-    write(out, {"environment": environment(), "profile": found})
+    write(out, {"environment": environment(), "profile": found}, INDENT)
 
 
 @command.command("weights")
@@ -157,7 +159,7 @@ def measure(engines: Sequence[Engine], rounds: int, given: dict[str, Any], quick
     loads = given["loads"].split(",")
     if unknown := [load for load in loads if load not in LOADS]:
         raise ConfigError(f"there is no load {unknown[0]!r}; there are {', '.join(LOADS)}", "--loads")
-    out = writable(given["out"] or _result_file("engines"))
+    out = writable(given["out"] or _result_file("engines"), "--out")
     logs = out.with_suffix(".logs")
     logs.mkdir(exist_ok=True)
     plan = Plan(engines, loads, quick_rounds if given["quick"] else rounds, logs, given["quick"], given["seed"])
@@ -173,7 +175,7 @@ def measure(engines: Sequence[Engine], rounds: int, given: dict[str, Any], quick
             for one in coming:
                 runs.append(one)
                 click.echo(shown_run(one), err=True)
-                write(out, {**about, **as_json(runs)})
+                write(out, {**about, **as_json(runs)}, INDENT)
     except KeyboardInterrupt:
         click.echo("interrupted: the tables hold what was measured", err=True)
     click.echo(f"all runs: {out}; what the engines said: {logs}", err=True)
@@ -193,16 +195,3 @@ def numbers(option: str, text: str) -> list[int]:
 def _result_file(what: str) -> Path:
     RESULTS.mkdir(exist_ok=True)
     return RESULTS / f"cpu-{what}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-
-
-def writable(path: Path) -> Path:
-    """Found out before anything is measured."""
-    try:
-        with path.open("a"):
-            return path
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", "--out") from error
-
-
-def write(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1, default=str) + "\n")

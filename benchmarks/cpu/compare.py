@@ -5,7 +5,6 @@ it lies what an installation of that commit would tell of its entry points.
 """
 
 import subprocess
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from benchmarks.cpu.figures import FIGURES, HEADLINES, Run
 from benchmarks.cpu.peers import ROOT, Engine, environment
 from benchmarks.cpu.table import NOTHING
 from hotswap.core.errors import ConfigError
+from hotswap.core.testing.installed import write_metadata
 from hotswap.lab.records import Comparison, MetricSpec, Pair
 from hotswap.lab.statistics import Settings, analyse
 from hotswap.lab.statistics.signed_rank import QUAD
@@ -41,19 +41,6 @@ def checked_out(commit: str, folder: Path) -> Iterator[Path]:
 
 def _git(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
-
-
-def write_metadata(tree: Path, folder: Path) -> None:
-    """What an installation of ``tree`` tells the import system, into ``folder``, which goes before all others."""
-    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
-    told = folder / f"{project['name']}-{project['version']}.dist-info"
-    told.mkdir(parents=True)
-    (told / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = [
-        line for group, points in project.get("entry-points", {}).items()
-        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))]
-    (told / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 def arm(ours: Engine, name: str, tree: Path, metadata: Path) -> Engine:

@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.cpu.ceilings import QUICK_SECONDS, READ_BYTES, SECONDS, Shapes, gemm_peak, read_bandwidth
+from benchmarks.cpu.ceilings import Shapes, gemm_peak, read_bandwidth
 from benchmarks.cpu.engine import Setup
 from benchmarks.cpu.peers import ADAPTERS, OURS, ROOT, cores, environment
 from benchmarks.cpu.subject import RunError, Server, started
@@ -232,10 +232,9 @@ class Floor:
     def measured(cls, built: Built, quick: bool) -> "Floor":
         model = next(component for component in built.components if isinstance(component, Model))
         dtype = getattr(model, "dtype", torch.float32)
-        seconds, size = (QUICK_SECONDS, READ_BYTES // 16) if quick else (SECONDS, READ_BYTES)
         return cls(
             sum(spec.bytes_per_token for spec in model.cache_specs()),
-            Shapes.of(built.checkpoint.config).parameters, read_bandwidth(seconds, size), gemm_peak(dtype, seconds))
+            Shapes.of(built.checkpoint.config).parameters, read_bandwidth(quick), gemm_peak(dtype, quick))
 
     def at(self, rows: int, context: int, weight_bytes: int) -> dict[str, float]:
         """Milliseconds of a step that reads so many bytes of weights."""

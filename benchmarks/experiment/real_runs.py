@@ -5,8 +5,7 @@
 
 To be run alone on the machine. Each run is a process of its own and keeps its result, with all samples, in
 ``data/real-null/01`` and so on; runs that are there already are not run again. The table is made of all of them. The
-slowdown is the plugin in
-``slowdown/``; it need not be installed, since the runs find it through a folder of their own.
+slowdown is the plugin in ``slowdown/``; it need not be installed, since the runs find it through a folder of their own.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from pathlib import Path
 
 import yaml
 
+from hotswap.core.testing.installed import write_metadata
 from hotswap.lab.processes import BUSY_CORES
 from hotswap.lab.records import Outcome, Result
 from hotswap.lab.report import read_result
@@ -45,16 +44,9 @@ def experiment(arm: dict[str, object], minutes: float, seed: int, folder: Path) 
 @contextmanager
 def installed() -> Iterator[str]:
     """A folder in which the plugin is as if it were installed."""
-    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(PLUGIN / "hotswap_slowdown.py", folder)
-        told = Path(folder) / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-        told.mkdir()
-        (told / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-        lines = [line for group, points in project["entry-points"].items()
-                 for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))]
-        (told / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        write_metadata(PLUGIN, Path(folder))
         yield folder
 
 

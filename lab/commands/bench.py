@@ -1,6 +1,5 @@
 """``hotswap bench``: one engine or server under load."""
 
-import json
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 import click
 
 from hotswap.core.config import load_config
-from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.lab.commands.assignments import ASSIGNMENT, assignments, read_key
+from hotswap.lab.commands.output import writable, write
 from hotswap.server.commands.options import log_to_stderr
 
 REQUESTS = 64
@@ -45,7 +44,7 @@ def command(ctx: click.Context, /, output: Path | None, **given: Any) -> None:
     log_to_stderr()
     bench = _bench(given)
     if output is not None:
-        _writable(output)
+        writable(output, "--output")
     from hotswap.core.engine.clock import SystemClock
     from hotswap.lab.bench import BenchError, as_json
     from hotswap.lab.environment import environment
@@ -58,7 +57,7 @@ def command(ctx: click.Context, /, output: Path | None, **given: Any) -> None:
         raise click.ClickException(str(error)) from error
     click.echo(describe([measured.block], bench.slo))
     if output is not None:
-        _write(output, {"settings": bench.told(), "environment": environment(), **as_json(measured, bench.slo)})
+        write(output, {"settings": bench.told(), "environment": environment(), **as_json(measured, bench.slo)})
     if measured.shortfall is not None:
         click.echo(f"hotswap: {measured.shortfall}", err=True)
     if measured.shortfall is not None or failed(measured.block.requests):
@@ -102,18 +101,3 @@ def _workload(given: dict[str, Any]) -> ComponentRef:
     if "use" in options:
         raise click.UsageError("which workload it is says --workload; --option gives its options.")
     return ComponentRef(use=given["workload"], **options)
-
-
-def _writable(output: Path) -> None:
-    try:
-        with output.open("a", encoding="utf-8"):
-            """It can be written."""
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror or error}", "--output") from error
-
-
-def _write(output: Path, values: dict[str, Any]) -> None:
-    try:
-        output.write_text(json.dumps(values, default=str), "utf-8")
-    except OSError as error:  # the table has been printed
-        raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from error

@@ -9,6 +9,7 @@ from importlib.metadata import distributions
 import pytest
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.testing.installed import write_metadata
 
 
 @pytest.fixture
@@ -49,8 +50,6 @@ def test_a_commit_that_there_is_not_is_refused(repository, tmp_path):
 
 
 def test_the_components_of_a_commit_are_those_of_its_own_project_file(tmp_path):
-    from benchmarks.cpu.compare import write_metadata
-
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "hotswap"\nversion = "9"\n[project.entry-points."hotswap.attention"]\nnew = "a.b:C"\n')
     write_metadata(tmp_path, tmp_path / "told")

@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from hotswap.core.registry import INTERFACES
+from hotswap.core.testing.installed import write_metadata
 from hotswap.server.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -35,14 +35,7 @@ def site(projects, tmp_path_factory):
     """What pip would leave of all of them in an environment: metadata, and the folders with the modules."""
     home = tmp_path_factory.mktemp("site")
     for folder in projects.values():
-        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        info = home / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-        (info / "entry_points.txt").write_text("\n".join(
-            f"[{group}]\n" + "\n".join(f"{name} = {value}" for name, value in entries.items())
-            for group, entries in project["entry-points"].items()))
+        write_metadata(folder, home)
     return [str(home), *map(str, projects.values())]
 
 
