@@ -313,7 +313,7 @@ def test_either_role_does_all_where_the_other_is_lost(deploy: Any, book: Any, ti
 def test_a_decode_engine_that_takes_nothing_leaves_requests_where_they_are(
     deploy: Any, book: Any, tiny: Any, error: type[Exception],
 ) -> None:
-    running = deploy(disaggregated(tiny))
+    running = deploy(disaggregated(tiny, kv_transfer={"use": "shm", "hold_s": 0.5}))  # nobody comes for the pages
 
     def refuse(request: Any, sink: Any) -> None:
         raise error("planted")

@@ -140,7 +140,10 @@ def save(head: Head, drafted: Any, config: Any, path: Path) -> Path:
 @pytest.fixture(scope="session", params=["eagle", "eagle3"])
 def head(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A fitted head of either kind, and its directory."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second one would only wait: beside busy neighbours for minutes
     fitted, drafted = fit(tiny, request.param)
+    torch.set_num_threads(threads)
     path = tmp_path_factory.mktemp(request.param)
     return fitted, save(fitted, drafted, tiny.reference.model.config, path), drafted
 
