@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from hotswap.core.config import ResolvedConfig, load_config
 from hotswap.core.engine.build import build_engine
 from hotswap.core.execution.builder import SharedModels
-from hotswap.lab.plan import ArmPlan, AtArm, Plan
+from hotswap.lab.plan import ArmPlan, Plan, path_of
+from hotswap.lab.refusals import at
 from hotswap.lab.run import Arm
 from hotswap.lab.targets.engine import EngineTarget
 from hotswap.lab.targets.openai import OpenAITarget
@@ -25,7 +26,7 @@ def started(plan: Plan, now: Callable[[], float], *, progress: bool = True) -> I
         arms = []
         for arm in plan.arms:
             if arm.endpoint is not None:
-                target = _foreign(arm, now)
+                target = _foreign(arm, plan, now)
             elif plan.separate:
                 target = _server(arm, plan, now)
             else:
@@ -35,9 +36,9 @@ def started(plan: Plan, now: Callable[[], float], *, progress: bool = True) -> I
         yield arms
 
 
-def _foreign(arm: ArmPlan, now: Callable[[], float]) -> Target:
+def _foreign(arm: ArmPlan, plan: Plan, now: Callable[[], float]) -> Target:
     assert arm.endpoint is not None
-    with AtArm(arm.name):
+    with at(path_of(plan.experiment, arm.name)):
         target = OpenAITarget(arm.endpoint, now)
         target.require_reset()
     return target
@@ -45,7 +46,7 @@ def _foreign(arm: ArmPlan, now: Callable[[], float]) -> Target:
 
 def _server(arm: ArmPlan, plan: Plan, now: Callable[[], float]) -> Target:
     assert arm.config is not None
-    with AtArm(arm.name):
+    with at(path_of(plan.experiment, arm.name)):
         return ServerTarget(arm.config, plan.experiment.sampling, now)
 
 

@@ -23,7 +23,15 @@ from hotswap.lab.metrics import METRICS, Slo, failed, values_of
 from hotswap.lab.processes import Neighbours
 from hotswap.lab.records import BlockRecord
 from hotswap.lab.renewal import Renewal
-from hotswap.lab.requests import check_limits, check_sampling, check_workload, context_of, endless
+from hotswap.lab.requests import (
+    check_limits,
+    check_sampling,
+    check_workload,
+    context_of,
+    endless,
+    length_of,
+    timed,
+)
 from hotswap.lab.targets.engine import EngineTarget
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
 from hotswap.lab.targets.target import Target
@@ -56,9 +64,11 @@ class Bench:
         configs = [] if self.config is None else [self.config]
         for config in configs:
             check_config(config.config, Registry())
-        context, tokenizer = context_of(self.seed, configs, [] if self.endpoint is None else [self.endpoint], progress)
-        check_workload(workload, context, self.load)
-        items: Iterator[Numbered] = enumerate(endless(workload, context))
+        told = [] if self.endpoint is None else [length_of(self.endpoint)]
+        context, tokenizer = context_of(self.seed, configs, told, progress)
+        filling = self.seconds is not None and timed(self.load)
+        check_workload(workload, context, self.load, filling)
+        items: Iterator[Numbered] = enumerate(endless(workload, context, filling))
         with closing(self._target(tokenizer, now, progress)) as target:
             say(f"a request says: {dict(target.effective())}")
             if not target.can_reset:

@@ -6,29 +6,20 @@ several.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from hotswap.core.config import load_config
 from hotswap.core.config.files import read_file
 from hotswap.core.config.schema import Count, Section
-from hotswap.core.errors import ConfigError
-from hotswap.core.explain import Problem, explain, join, problems_of, raise_problems
+from hotswap.core.explain import Problem, explain, join, raise_problems
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.lab.metrics import COMPARED, METRICS, Slo
+from hotswap.lab.refusals import BASE
 from hotswap.lab.settings import LoadSection, Positive, Slos, known
 from hotswap.lab.statistics.settings import Settings
-
-BASE = "base"
-"""The name of the base config as it is, where no arm is called so."""
 
 _ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=:-]*")
 
@@ -120,9 +111,13 @@ class Experiment(Section):
         return Slo(self.slo)
 
 
-def load_experiment(source: str | Path | Mapping[str, Any], folder: Path = Path()) -> Experiment:
+def load_experiment(
+    source: str | Path | Mapping[str, Any], folder: Path = Path(),
+    beyond: Callable[["Experiment"], Iterable[Problem]] = lambda experiment: (),
+) -> Experiment:
     """Read an experiment file (YAML, JSON or TOML), or take a mapping, whose paths are relative to ``folder``.
-    ConfigError tells every problem with its path."""
+    ConfigError tells every problem with its path. ``beyond``: what is wrong with an experiment that is well formed;
+    where a part of this one is not, the rest is asked, so that all is told at once."""
     if isinstance(source, Mapping):
         values = dict(source)
     else:
@@ -132,8 +127,22 @@ def load_experiment(source: str | Path | Mapping[str, Any], folder: Path = Path(
     try:
         return Experiment.model_validate(values)
     except ValidationError as error:
-        raise_problems([*explain(error, Experiment, known=_known_keys()), *_arms(values)])
+        rest = _without(values, [detail["loc"] for detail in error.errors()])
+        raise_problems([
+            *explain(error, Experiment, known=_known_keys()), *([] if rest is None else beyond(rest))])
         raise
+
+
+def _without(values: Mapping[str, Any], wrong: Iterable[tuple[int | str, ...]]) -> Experiment | None:
+    """The experiment without the sections, and the arms, in which something is ill formed; None where that is none."""
+    left = {loc[:2] if loc[:1] == ("arms",) else loc[:1] for loc in wrong}
+    rest = {key: value for key, value in values.items() if (key,) not in left}
+    if isinstance(rest.get("arms"), Mapping):
+        rest["arms"] = {name: arm for name, arm in rest["arms"].items() if ("arms", name) not in left}
+    try:
+        return Experiment.model_validate(rest)
+    except ValidationError:
+        return None
 
 
 def overrides(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -144,24 +153,6 @@ def overrides(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from overrides(value, path)
         else:
             yield f"{path}={json.dumps(value)}"
-
-
-def _arms(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong with the arms of a file in which something else is wrong, as far as it is a base and arms."""
-    base, arms = values.get("base"), values.get("arms")
-    if not isinstance(base, (str, Mapping)) or not isinstance(arms, Mapping):
-        return
-    try:
-        load_config(base)
-    except ConfigError:
-        return  # is told once the rest is right: every arm has it
-    for name, given in arms.items():
-        if isinstance(given, Mapping) and "url" not in given:
-            try:
-                load_config(base, list(overrides(given)))
-            except ConfigError as error:
-                prefix = join("arms", str(name))
-                yield from (Problem(join(prefix, p.path) if p.path else prefix, p.message) for p in problems_of(error))
 
 
 def _known_keys() -> dict[str, str]:

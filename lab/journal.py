@@ -19,13 +19,14 @@ class JournalError(HotswapError):
 
 
 class Journal:
-    """Lines are a header, one a block, and an end that says why the run ended. ``path`` None: nothing is kept. After a
-    JournalError nothing more is."""
+    """Lines are a header, one a block, and an end that says why the run ended. ``path``, whose folder is made; None:
+    nothing is kept. After a JournalError nothing more is."""
 
     def __init__(self, path: Path | None) -> None:
         self._file: TextIO | None = None
         if path is not None:
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = path.open("w", encoding="utf-8")
             except OSError as error:
                 raise ConfigError(f"{path} cannot be written: {error.strerror or error}", "out") from error

@@ -165,7 +165,7 @@ class _Run:
         return at - self._first_at
 
     def _send_due(self) -> None:
-        while self._due and self._room() and self._due[0].time <= (elapsed := self._elapsed()):
+        while self._due and self._room() and self._due[0].time <= (elapsed := self._elapsed()) and self._left() > 0:
             due, index, pulled, item = heapq.heappop(self._due)
             planned = elapsed if isinstance(self._load, ClosedLoop) else due
             flight = Flight(index, item, planned, elapsed, self._origin, self._ended.put)

@@ -15,7 +15,8 @@ BUSY_CORES = 0.25
 
 
 class Seen(NamedTuple):
-    """One process: its parent and the CPU seconds it has used."""
+    """One process: its parent, and the CPU seconds that it has used and those of its children that it has waited for: a
+    family's CPU time does not fall when one of it ends."""
 
     parent: int
     cpu: float
@@ -30,7 +31,7 @@ def processes() -> dict[int, Seen]:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue  # it has just ended
-            found[int(entry.name)] = Seen(int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S)
+            found[int(entry.name)] = Seen(int(fields[1]), sum(map(int, fields[11:15])) * _TICK_S)
     return found
 
 
@@ -49,16 +50,17 @@ def family(roots: Iterable[int], seen: dict[int, Seen]) -> set[int]:
 
 
 def cpu_of(roots: Iterable[int]) -> float:
-    """CPU seconds that ``roots`` and their living descendants have used."""
+    """CPU seconds that ``roots`` and their descendants have used, those that have ended included."""
     seen = processes()
     return sum(seen[pid].cpu for pid in family(roots, seen) if pid in seen)
 
 
 def cpu_of_this_process() -> float:
-    """CPU seconds of this process, finely, and of what it has started, in clock ticks."""
-    own, seen, pid = resource.getrusage(resource.RUSAGE_SELF), processes(), os.getpid()
+    """CPU seconds of this process and of children that have ended, finely, and of those that live, in clock ticks."""
+    seen, pid = processes(), os.getpid()
     others = sum(seen[one].cpu for one in family([pid], seen) - {pid} if one in seen)
-    return own.ru_utime + own.ru_stime + others
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used) + others
 
 
 def peak_memory_of(roots: Iterable[int]) -> int:

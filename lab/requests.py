@@ -30,13 +30,19 @@ _NOT_FOR_SAMPLING = {
 }
 
 
+def length_of(endpoint: Endpoint) -> int | None:
+    """Of the context of a server's model; None where it does not tell. ConfigError where the server does not answer, or
+    does not serve that model."""
+    told = OpenAITarget(endpoint, lambda: 0.0).probe().get("max_model_len")
+    return int(told) if told else None
+
+
 def context_of(
-    seed: int, configs: Iterable[ResolvedConfig], endpoints: Iterable[Endpoint], progress: bool,
+    seed: int, configs: Iterable[ResolvedConfig], told: Iterable[int | None], progress: bool,
 ) -> tuple[WorkloadContext, Tokenizer | None]:
-    """What a workload may know: of our model, or of a foreign one as far as its server tells. And the model's
-    tokenizer, where it is ours to have."""
-    told = [OpenAITarget(endpoint, lambda: 0.0).probe() for endpoint in endpoints]
-    lengths = [int(entry["max_model_len"]) for entry in told if entry.get("max_model_len")]
+    """What a workload may know: of our model, or of a foreign one. And the model's tokenizer, where it is ours to have.
+    ``told``: the lengths of servers' contexts, as far as they tell."""
+    lengths = [length for length in told if length is not None]
     opened = [open_model(one.config, Registry(), progress=progress) for one in configs]
     if not opened:
         return foreign_context(seed, min(lengths, default=FOREIGN_LENGTH)), None
@@ -64,28 +70,39 @@ def foreign_context(seed: int, max_model_len: int, vocab_size: int = FOREIGN_VOC
     return WorkloadContext(seed, vocab_size, max_model_len, encode)
 
 
-def endless(workload: Workload, context: WorkloadContext) -> Iterator[WorkItem]:
+def endless(workload: Workload, context: WorkloadContext, filling: bool = False) -> Iterator[WorkItem]:
     """The workload's requests, for ever: one that ends begins again with the next seed, and where it has times of its
-    own, behind its last request by the mean distance of those before."""
+    own, behind its last request by the mean distance of those before. ``filling``: they are to fill a stretch of time;
+    ConfigError where one whose requests are all due at once would begin again, since that takes no time."""
     seed, count, begin = context.seed, 0, 0.0
     while True:
-        first, last = count, 0.0
+        first, times = count, list[float]()  # of the first and the last request
         for item in workload.items(replace(context, seed=seed)):
             count += 1
-            last = item.at or last
+            if item.at is not None:
+                times = [*times[:1], item.at]
             yield replace(
                 item, at=None if item.at is None else item.at + begin,
                 after=None if item.after is None else item.after + first)
         if count == first:
             raise ConfigError("it has no requests", "workload")
-        seed, begin = seed + 1, begin + last + last / max(1, count - first - 1)
+        extent = times[-1] - times[0] if times else 0.0
+        if filling and not extent:
+            raise ConfigError(
+                "its requests are all due at once, and fill no stretch of time; give a number of requests, a rate or a "
+                "concurrency", "workload")
+        seed, begin = seed + 1, begin + extent + extent / max(1, count - first - 1)
 
 
-def check_workload(workload: Workload, context: WorkloadContext, load: Load) -> None:
+def timed(load: Load) -> bool:
+    """Whether requests are due at the workload's own times."""
+    return isinstance(load, OpenLoop) and load.arrivals == "workload"
+
+
+def check_workload(workload: Workload, context: WorkloadContext, load: Load, filling: bool = False) -> None:
     """The first requests fit into the shortest context, and say when they are due where the load asks for that."""
-    timed = isinstance(load, OpenLoop) and load.arrivals == "workload"
-    for index, item in enumerate(islice(endless(workload, context), CHECKED_ITEMS)):
-        if timed and item.at is None and item.after is None:
+    for index, item in enumerate(islice(endless(workload, context, filling), CHECKED_ITEMS)):
+        if timed(load) and item.at is None and item.after is None:
             raise ConfigError(
                 f"{workload.label} has no times of its own, as traces have; give a rate, or a concurrency",
                 "load.arrivals")

@@ -126,7 +126,7 @@ class Run:
         size = wanted.requests or max(WARM_UP_REQUESTS, 2 * limit)
         slowest = 0.0
         for number in range(self._experiment.warm_up):
-            items, walls = list(islice(self._items, size)), []
+            items, walls = self._take(size), list[float]()
             for arm in self._arms:
                 self._progress(0.0, f"warming up {arm.name}")
                 served = self._serve(arm, items, f"warm-up {number}").stretch

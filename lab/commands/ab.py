@@ -55,6 +55,7 @@ def command(
     if not files:
         raise ConfigError(f"there is no experiment (*.yaml) in {source}")
     plans = {}
+    refused = []
     for file in files:
         folder = out / file.stem if out is not None and source.is_dir() else out
         values = short(file, arms, urls) if arms or urls else read_file(file)
@@ -62,7 +63,12 @@ def command(
         name = str(given.get("name") or file.stem)
         if name in plans:
             raise ConfigError(f"{file}: another experiment of the folder is called {name!r}, too", "name")
-        plans[name] = _plan(given, file)
+        try:
+            plans[name] = _plan(given, file)
+        except ConfigError as error:
+            refused.append(f"{file}: {error}")
+    if refused:
+        raise ConfigError("\n".join(refused))
     results = _run_all(plans, out) if source.is_dir() else [_run(plan) for plan in plans.values()]
     if any(result.partial for result in results):
         ctx.exit(1)
@@ -101,14 +107,11 @@ def _host(url: str) -> str:
 
 
 def _plan(given: dict[str, Any], file: Path) -> "Plan":
-    """Of several experiments each is refused before the first is run, with its file."""
+    """ConfigError for all that is wrong with it."""
     from hotswap.lab.experiment import load_experiment
-    from hotswap.lab.plan import make_plan
+    from hotswap.lab.plan import make_plan, refusals
 
-    try:
-        plan = make_plan(load_experiment(given, file.parent))
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+    plan = make_plan(load_experiment(given, file.parent, refusals))
     click.echo(yaml.safe_dump(redact(given), sort_keys=False), err=True)
     return plan
 
@@ -152,6 +155,7 @@ def _tell_all(results: Mapping[str, "Result"], out: Path | None) -> None:
     if out is None:
         return
     try:
+        out.mkdir(parents=True, exist_ok=True)
         (out / OVERVIEW).write_text(text, "utf-8")
     except OSError as error:
         raise ConfigError(f"{out / OVERVIEW} cannot be written: {error.strerror or error}", "--out") from error

@@ -153,9 +153,15 @@ def outputs(result: Result, most: int) -> list[str]:
 def divergence_lines(result: Result, most: int) -> list[str]:
     """The first ``most`` places where greedy outputs differ from the base's, and how many there are by arm."""
     counts, whole = Counter(str(found["arm"]) for found in result.divergences), result.outputs_compared or {}
-    lines = [f"{arm}: greedy outputs differ from the base's in {count:,} of {whole.get(arm, count):,} requests"
+    lines = [f"{arm}: greedy outputs differ from the base's in {_requests(count, whole.get(arm))}"
              for arm, count in counts.items()]
     return lines + [_divergence(found) for found in result.divergences[:most]]
+
+
+def _requests(count: int, whole: int | None) -> str:
+    """So many of ``whole``, or of nobody knows how many."""
+    among = "" if whole is None else f" of {whole:,}"
+    return f"{count:,}{among} request{'' if (whole or count) == 1 else 's'}"
 
 
 def _divergence(found: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from hotswap.core.config.files import read_file
 from hotswap.core.errors import ConfigError
 from hotswap.lab.experiment import load_experiment, overrides
 from hotswap.lab.load import ClosedLoop, OpenLoop
-from hotswap.lab.plan import make_plan
+from hotswap.lab.plan import make_plan, refusals
 from hotswap.server.cli import main
 
 SHIPPED = [file for name in ("experiments", "techniques")
@@ -23,7 +23,7 @@ BASE = {"base": {"model": "smollm2-135m-instruct"}, "arms": {"static": {"schedul
 
 def refusal(**fields):
     with pytest.raises(ConfigError) as caught:
-        make_plan(load_experiment({**BASE, **fields}), progress=False)
+        make_plan(load_experiment({**BASE, **fields}, beyond=refusals), progress=False)
     return str(caught.value)
 
 
@@ -72,11 +72,40 @@ def test_arms_may_not_differ_in_the_model():
     assert message.startswith("arms.mine.model: the arm serves another, but 'base' serves smollm2-135m-instruct")
 
 
-def test_what_is_wrong_with_an_arm_is_told_beside_what_is_wrong_with_the_rest():
-    told = refusal(slo={"ttft": "500"}, arms={"a": {"schedulr": "static"}, "b": {"scheduler.max_running": "many"}})
-    for start in ("3 problems:", "slo.ttft: ", "arms.a.schedulr: unknown key. Did you mean 'scheduler'?",
-                  "arms.b.scheduler.max_running: "):
-        assert start in told
+WRONG = {
+    "arms": {"a": {"schedulr": "static"}, "b": {"scheduler.max_running": "many"}, "c": {"scheduler": "statik"},
+             "d": {"url": "http://127.0.0.1:1", "modle": "m", "reset": "no"}, "e": {"url": "http://127.0.0.1:1"}},
+    "sampling": {"temperatur": 0}, "workload": {"use": "synthetic", "promt": 3}, "processes": "shared",
+    "out": "/proc/no"}
+TOLD = (
+    "arms.a.schedulr: unknown key. Did you mean 'scheduler'?", "arms.b.scheduler.max_running: ", "arms.c.scheduler",
+    "arms.d.modle: unknown key beside 'url'. Did you mean 'model'?", "arms.d.reset: should be true or false, not 'no'",
+    "arms.e.url: http://127.0.0.1:1 does not answer", "sampling: unknown field 'temperatur'", "workload.promt: ",
+    "processes: ", "out: nothing can be written to")
+
+
+@pytest.mark.parametrize(("more", "beside"), [
+    ({}, ()), ({"slo": {"ttft": "500"}, "minuts": 3}, ("slo.ttft: ", "minuts: unknown key. Did you mean 'minutes'?"))],
+    ids=["well formed", "ill formed"])
+def test_all_that_is_wrong_with_a_file_is_told_at_once_each_with_its_path(config, tmp_path, more, beside):
+    file = tmp_path / "experiment.yaml"
+    file.write_text(yaml.safe_dump({"base": config.name, **WRONG, **more}))
+    result = CliRunner().invoke(main, ["ab", str(file)])
+    assert result.exit_code == 2, result.output
+    head, *lines = result.output.splitlines()
+    assert head.endswith(f"{file}: {len(TOLD + beside)} problems:")
+    missing = [start for start in TOLD + beside if not any(line.strip().startswith(start) for line in lines)]
+    assert not missing, result.output
+
+
+def test_what_is_wrong_with_the_base_is_not_told_for_every_arm():
+    told = refusal(base={"model": "m", "schedulr": "static"}, arms={"a": {"seed": 1}, "b": {"sed": 1}})
+    assert told.startswith("2 problems:") and "base.schedulr: " in told and "arms.b.sed: " in told
+
+
+def test_an_arm_that_is_no_mapping_hides_nothing_of_the_others():
+    told = refusal(arms={"a": 3, "b": {"schedulr": "static"}})
+    assert told.startswith("2 problems:") and "arms.a: " in told and "arms.b.schedulr: " in told
 
 
 def test_a_workload_longer_than_the_context_is_refused(config):
@@ -91,6 +120,8 @@ def test_a_report_that_cannot_be_written_is_refused(config, tmp_path):
     values = {"base": str(config), "arms": {"a": {"seed": 3}}, "workload": {"use": "synthetic", "prompt": 20}}
     with pytest.raises(ConfigError, match="out: nothing can be written to"):
         make_plan(load_experiment({**values, "out": str(tmp_path / "file" / "inside")}))
+    make_plan(load_experiment({**values, "out": str(tmp_path / "new" / "inside")}))
+    assert not (tmp_path / "new").exists(), "it is not written to before the run"
 
 
 def test_loads():
@@ -192,6 +223,17 @@ def test_bad_input_ends_the_commands_with_2_before_a_model_is_loaded(config, arg
     result = CliRunner().invoke(main, [argument.format(config=config) for argument in arguments])
     assert result.exit_code == 2, result.output
     assert words in result.output
+
+
+@pytest.mark.timeout(60)
+def test_a_window_over_a_trace_of_one_moment_is_refused_where_it_would_never_close(config, tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.0,20,4\n")
+    result = CliRunner().invoke(main, [
+        "bench", str(config), "--workload", "azure", "--option", f"path={trace}", "--arrivals", "workload",
+        "--seconds", "0.2"])
+    assert result.exit_code == 2, result.output
+    assert "workload: its requests are all due at once, and fill no stretch of time" in result.output
 
 
 def test_ab_names_the_extra_that_it_needs(config, monkeypatch):

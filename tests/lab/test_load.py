@@ -155,6 +155,29 @@ def test_a_trace_that_begins_again_goes_on_behind_its_end():
     assert [item.prompt[0] for item in again] == [5] * 5 + [6] * 5 + [7] * 2, "and is not the same again"
 
 
+@pytest.mark.timeout(30)
+def test_requests_that_fall_due_faster_than_they_can_be_sent_do_not_keep_a_window_open(monkeypatch):
+    monkeypatch.setattr(load, "ABORT_S", 0.05)
+    stretch = run_load(
+        Echo(hangs=True), ((index, WorkItem((1,), 1)) for index in itertools.count()),
+        OpenLoop(rate=1e6, arrivals="constant"), NOW, name="x", window=0.05)
+    assert stretch.wall == 0.05
+    assert all(record.incomplete for record in stretch.records)
+
+
+@pytest.mark.parametrize("times", [(0.0,), (3.0, 3.0, None)], ids=["one request", "all at once"])
+def test_a_trace_without_extent_begins_again_at_once_and_so_fills_no_window(times):
+    class Trace:
+        def items(self, context):
+            for at in times:
+                yield WorkItem((1,), 1, at=at, after=0 if at is None else None)
+
+    again = list(itertools.islice(endless(Trace(), foreign_context(5, 100)), 3 * len(times)))
+    assert [item.at for item in again] == [*times] * 3
+    with pytest.raises(ConfigError, match="workload: its requests are all due at once"):
+        list(endless(Trace(), foreign_context(5, 100), filling=True))
+
+
 def test_a_target_that_falls_silent_and_is_dead_does_not_hold_the_run_up(monkeypatch):
     monkeypatch.setattr(load, "LOOK_S", 0.05)
     records = run_load(Echo(hangs=True, dies_after=2), plain(4), ClosedLoop(2), NOW, name="x").records

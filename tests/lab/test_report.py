@@ -117,6 +117,11 @@ def test_outputs_that_nobody_compared_are_not_said_to_agree(result):
         assert "agree with" not in text
 
 
+def test_of_how_many_requests_outputs_differ_is_said_only_where_it_is_known(result):
+    assert "static: greedy outputs differ from the base's in 1 request\n" in render_table(
+        replace(result, outputs_compared=None))
+
+
 def test_intervals_say_with_which_confidence_they_hold(result):
     assert "  95 % INTERVAL  " in render_table(result)
     wider = replace(result, experiment={**result.experiment, "statistics": {"confidence": 0.999}})
@@ -247,7 +252,7 @@ def test_what_differs_between_the_arms_is_shown_and_nothing_else(result):
 def test_divergences_are_counted_and_the_first_are_told():
     found = [{"arm": "a", "request": index, "base_token": 1, "arm_token": 2} for index in range(30)]
     lines = divergence_lines(replace(alone(compared()), divergences=found), 3)
-    assert len(lines) == 4 and lines[0] == "a: greedy outputs differ from the base's in 30 of 30 requests"
+    assert len(lines) == 4 and lines[0] == "a: greedy outputs differ from the base's in 30 requests"
 
 
 def test_intervals_are_drawn_on_one_scale_with_arrows_beyond_it():

@@ -19,7 +19,7 @@ from hotswap.core.interfaces.workload import WorkItem
 from hotswap.lab.experiment import load_experiment
 from hotswap.lab.interleave import orders
 from hotswap.lab.journal import FILE, Journal, read_journal
-from hotswap.lab.processes import Neighbours, processes
+from hotswap.lab.processes import Neighbours, cpu_of, cpu_of_this_process, processes
 from hotswap.lab.run import Arm, Run
 from hotswap.lab.targets.target import Ending
 
@@ -246,6 +246,18 @@ def test_a_workload_that_ends_in_the_middle_ends_the_run_and_nothing_is_lost(scr
     assert list(read_journal(tmp_path / FILE))[-1]["partial"] is True
 
 
+def test_a_workload_that_ends_while_the_arms_warm_up_ends_the_run_with_its_reason(script, tmp_path):
+    def trace():
+        yield from itertools.islice(items(), 2)
+        raise ConfigError("trace.csv:3: is no line")
+
+    with Journal(tmp_path / FILE) as journal:
+        measured = run({"base": script(), "b": script()}, journal=journal, items=trace)
+    assert measured.partial and not measured.blocks
+    assert measured.stopped == "the workload has ended: trace.csv:3: is no line"
+    assert list(read_journal(tmp_path / FILE))[-1]["partial"] is True
+
+
 def test_a_full_disk_ends_the_run_and_what_was_measured_is_kept(script):
     with Journal(Path("/dev/full")) as journal:
         measured = run({"base": script(), "b": script()}, journal=journal)
@@ -329,6 +341,17 @@ def test_neighbours_are_seen_for_what_they_use():
     pid = next(pid for pid, seen in processes().items() if spins(pid))
     os.kill(pid, signal.SIGKILL)
     assert cores is not None and cores > 0.2
+
+
+@pytest.mark.parametrize("used", [lambda: cpu_of([os.getpid()]), cpu_of_this_process], ids=["ticks", "finely"])
+def test_a_child_of_ours_that_ends_has_still_used_what_it_has(used):
+    """Or that would count as a neighbour's, and an arm's CPU time could fall."""
+    program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    before = used()
+    child.communicate(b"\n")
+    assert used() >= before
 
 
 def spins(pid):
