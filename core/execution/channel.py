@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -127,6 +128,15 @@ class Channel:
         if length > MAX_FRAME_BYTES or kind not in _KINDS:
             raise ChannelClosedError(f"a peer announced {length} bytes of kind {kind}, which is no frame of ours")
         return Frame(Kind(kind), _read(self._socket, length))
+
+    def readable(self, seconds: float) -> bool:
+        """Whether ``receive`` has something to begin with, be it a peer that has hung up; waits so long for it."""
+        waiter = select.poll()  # which takes descriptors of any number
+        try:
+            waiter.register(self._socket, select.POLLIN)
+        except ValueError:
+            return True  # it was closed here
+        return bool(waiter.poll(1e3 * seconds))
 
     def set_timeout(self, seconds: float) -> None:
         """How long the peer may stand still in the middle of a ``send`` or a ``receive``, and a ``send`` wait for

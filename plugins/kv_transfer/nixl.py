@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.execution.channel import ChannelClosedError, decode, encode
+from hotswap.core.execution.channel import Channel, ChannelClosedError, Frame, decode, encode
 from hotswap.core.interfaces.kv_transfer import GroupPages, TransferWorker
 from hotswap.plugins.kv_transfer.peer import Ticket
 from hotswap.plugins.kv_transfer.peer_worker import Span
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("nixl", "nixl_cu12")
 POLL_S = 0.0005
+PROGRESS_S = 0.001
+"""How often the keeper's agent is moved on while a peer is connected."""
 ADDRESS = np.int64
 _HELD: list[Any] = []
 """Agents, and the caches into which they may write until the process ends."""
@@ -50,7 +52,10 @@ class NixlTransfer(TcpTransfer):
 
 class NixlWorker(TcpWorker):
     """The cache's tensors are registered once. An agent is not safe for threads, and has a lock. A read is over when
-    NIXL says so, and nothing else ends one: UCX takes a request back without stopping what writes into the pages."""
+    NIXL says so, and nothing else ends one: UCX takes a request back without stopping what writes into the pages.
+
+    An agent has no thread of its own: NIXL's spins as long as the agent lives. UCX is moved on by who waits for a read,
+    and at the other end by the thread that serves the reader, as long as that is connected."""
 
     def open(self, terms: Mapping[str, Any]) -> dict[str, Any]:
         api = importlib.import_module(f"{next(filter(importlib.util.find_spec, PACKAGES))}._api")
@@ -62,7 +67,8 @@ class NixlWorker(TcpWorker):
         self._under_way: set[Any] = set()  # handles
         self._memory = "VRAM" if self.cache.device.startswith("cuda") else "DRAM"
         self._device = max(0, tensors[0].get_device())
-        self._agent = api.nixl_agent(f"hotswap-{self.rank}", api.nixl_agent_config(backends=["UCX"]))
+        self._agent = api.nixl_agent(f"hotswap-{self.rank}", api.nixl_agent_config(
+            enable_prog_thread=False, backends=["UCX"]))
         self._registered: Any = self._agent.register_memory(tensors)
         self._remote: dict[str, str] = {}
         starts = {
@@ -77,6 +83,16 @@ class NixlWorker(TcpWorker):
         with self._changed:
             _, ids = self.find(wanted)
             return encode(ids)
+
+    def heard(self, channel: Channel) -> Frame:
+        """A connected peer may be reading: it gets to know this agent first, and where the transport is no hardware
+        that reads by itself, each read needs an answer. Asking for notifications, of which there are none, does that.
+        """
+        while not channel.readable(PROGRESS_S):
+            with self._agents:
+                if self._registered is not None:
+                    self._agent.get_new_notifs()
+        return super().heard(channel)
 
     def read(self, ticket: Ticket, peer: RankCard, wanted: Sequence[tuple[Read, Span]]) -> None:
         channel = self.connected(peer)
@@ -100,7 +116,7 @@ class NixlWorker(TcpWorker):
                 return
             if self._agents.wait_for(lambda: not self._under_way, self.timeout_s):
                 self._agent.deregister_memory(registered)
-                del self._agent  # which has a thread that spins as long as it lives
+                del self._agent
             else:
                 logger.error("rank %s closes while NIXL still reads into its cache, which stays in memory", self.rank)
                 _HELD.append((self._agent, registered, self.cache, set(self._under_way)))

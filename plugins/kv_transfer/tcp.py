@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from hotswap.core.errors import ConfigError
-from hotswap.core.execution.channel import Channel, ChannelClosedError, Kind, Listener, connect, decode, encode
+from hotswap.core.execution.channel import Channel, ChannelClosedError, Frame, Kind, Listener, connect, decode, encode
 from hotswap.core.interfaces.kv_transfer import TransferWorker
 from hotswap.core.interfaces.messages import EndedTransfer
 from hotswap.plugins.kv_transfer.peer import PeerOptions, PeerTransfer, Ticket
@@ -235,7 +235,7 @@ class TcpWorker(PeerWorker):
 
     def _serve(self, channel: Channel) -> None:
         while True:
-            frame = channel.receive()
+            frame = self.heard(channel)
             if frame.kind is Kind.FETCH:
                 try:
                     data = self.answer(decode(Wanted, frame.payload))
@@ -248,6 +248,10 @@ class TcpWorker(PeerWorker):
                 channel.send(Kind.DONE)
             else:
                 raise ChannelClosedError(f"a peer sent {frame.kind.name}, which is not asked for here")
+
+    def heard(self, channel: Channel) -> Frame:
+        """What a connected peer says next."""
+        return channel.receive()
 
     def answer(self, wanted: Wanted) -> bytes:
         """What a FETCH is answered with. KeyError and ValueError where the pages are not kept, or not any more."""

@@ -197,6 +197,18 @@ def test_what_is_no_frame_ends_the_channel_before_anything_is_read(header):
     ours.close()
 
 
+def test_a_channel_is_readable_once_something_came_or_nothing_more_can_come():
+    ours, theirs = map(Channel, socket.socketpair())
+    assert not ours.readable(0)
+    theirs.send(Kind.DONE)
+    assert ours.readable(10) and ours.receive().kind is Kind.DONE
+    assert not ours.readable(0.001)
+    theirs.close()
+    assert ours.readable(10)
+    ours.close()
+    assert ours.readable(10)
+
+
 def test_a_frame_that_is_too_long_is_not_sent():
     ours, theirs = socket.socketpair()
     with pytest.raises(ValueError, match="longer than the limit"):

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -460,7 +461,19 @@ class TestNixl:
         closing.join(5)
         assert seen == [True]
 
-    def test_a_close_lets_the_agent_go_whose_thread_spins_as_long_as_it_lives(self, tmp_path: Path) -> None:
+    def test_agents_that_have_moved_pages_use_no_processor_while_nothing_is_read(self, tmp_path: Path) -> None:
+        sides = Sides(tmp_path, "nixl")
+        everything = AxisShard(0, HEADS, HEADS)
+        mine, theirs = sides.engine("p", [cache(everything)]), sides.engine("d", [cache(everything, empty=True)])
+        try:
+            assert hand_over(sides, mine, theirs) == [[[EndedTransfer("in")]], [[EndedTransfer("out")]]]
+            begun = time.process_time()  # of all threads
+            threading.Event().wait(0.5)
+            assert time.process_time() - begun < 0.02
+        finally:
+            sides.close()
+
+    def test_a_close_lets_the_agent_go(self, tmp_path: Path) -> None:
         sides = Sides(tmp_path, "nixl")
         [worker] = sides.engine("p", [cache(AxisShard(0, HEADS, HEADS))])
         agent: Any = weakref.ref(worker._agent)  # type: ignore[attr-defined]
