@@ -36,10 +36,9 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def of_a_comparison(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_turns(function: Callable[..., Any]) -> Callable[..., Any]:
     """What commands that run engines in turns have in common."""
     for option in (
-        click.option("--loads", default=DEFAULT_LOADS, show_default=True, help=f"Of: {', '.join(LOADS)}."),
         click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="A config key of hotswap's engines."),
         click.option("--threads", type=click.IntRange(min=1), help="Of the engines. By default one a core."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of the order of engines."),
@@ -48,6 +47,11 @@ def of_a_comparison(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = option(function)
     return function
+
+
+def of_a_comparison(function: Callable[..., Any]) -> Callable[..., Any]:
+    loads = click.option("--loads", default=DEFAULT_LOADS, show_default=True, help=f"Of: {', '.join(LOADS)}.")
+    return in_turns(loads(function))
 
 
 @click.group(invoke_without_command=True)
@@ -106,6 +110,27 @@ def compare(ctx: click.Context, base: str, changed: str, rounds: int, **given: A
     ctx.exit(1 if any(run.error is not None for run in runs) else 0)
 
 
+@command.command("server")
+@click.option("--config", type=click.Path(path_type=Path), default=CONFIG)
+@click.option("--arm", "arms", multiple=True, metavar="NAME:KEY=VALUE,…", help="A config to compare; repeat it.")
+@click.option("--tiny", is_flag=True, help="A model of next to no size: what is left is the server.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@in_turns
+@click.pass_context
+def server(
+    ctx: click.Context, config: Path, arms: Sequence[str], tiny: bool, rounds: int, **given: Any,
+) -> None:
+    """What our server gives of the engine's speed, and what it costs; configs in turns, for which is the best."""
+    from benchmarks.cpu.server import IDLE_S, LOADS, arms_of, summary, tiny_model, told
+
+    found = read_peers(sets=assignments("--set", given["sets"]), threads=given["threads"])
+    with tiny_model(tiny) as folder:
+        engines = arms_of(found.chosen([OURS])[0], arms, config, folder)
+        runs = measure(engines, rounds, {**given, "loads": LOADS}, idle_s=IDLE_S)
+    click.echo(f"{tables(runs, engines[0].name)}\n\n{told(summary(runs))}")
+    ctx.exit(1 if any(run.error is not None for run in runs) else 0)
+
+
 @command.command("ceilings")
 @click.option("--config", type=click.Path(path_type=Path), default=CONFIG, help="Whose model's shapes.")
 @click.option("--rows", default="1,8,64,512", show_default=True, help="Tokens of a step.")
@@ -154,7 +179,9 @@ def weights(home: str | None, model: str) -> None:
         click.echo(path)
 
 
-def measure(engines: Sequence[Engine], rounds: int, given: dict[str, Any], quick_rounds: int = 1) -> list[Run]:
+def measure(
+    engines: Sequence[Engine], rounds: int, given: dict[str, Any], quick_rounds: int = 1, idle_s: float = 0.0,
+) -> list[Run]:
     """All rounds, told as they come and written down after each run: what was measured is not lost."""
     loads = given["loads"].split(",")
     if unknown := [load for load in loads if load not in LOADS]:
@@ -162,7 +189,8 @@ def measure(engines: Sequence[Engine], rounds: int, given: dict[str, Any], quick
     out = writable(given["out"] or _result_file("engines"), "--out")
     logs = out.with_suffix(".logs")
     logs.mkdir(exist_ok=True)
-    plan = Plan(engines, loads, quick_rounds if given["quick"] else rounds, logs, given["quick"], given["seed"])
+    plan = Plan(
+        engines, loads, quick_rounds if given["quick"] else rounds, logs, given["quick"], given["seed"], idle_s)
     about = {
         "environment": environment(), "rounds": plan.rounds, "quick": plan.quick,
         "engines": {

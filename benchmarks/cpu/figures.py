@@ -30,12 +30,15 @@ FIGURES: Mapping[str, Figure] = {
     "tpot_p50_ms": Figure("TPOT p50, ms", Better.LOWER),
     "itl_p50_ms": Figure("ITL p50, ms", Better.LOWER),
     "itl_p99_ms": Figure("ITL p99, ms", Better.LOWER),
+    "cpu_us_tok": Figure("CPU µs/token", Better.LOWER),
+    "client_us_tok": Figure("client's CPU µs/token", Better.LOWER),
+    "idle_percent": Figure("idle CPU, %", Better.LOWER),
     "memory_mib": Figure("peak MiB", Better.LOWER),
 }
 
 HEADLINES = {
     "start": "ready_s", "start-http": "ready_s", "single": "tpot_p50_ms", "batch8": "decode_tok_s",
-    "mixed": "out_tok_s", "prefix": "wall_s", "offline16": "out_tok_s", "http": "out_tok_s",
+    "mixed": "out_tok_s", "prefix": "wall_s", "offline16": "out_tok_s", "http": "out_tok_s", "idle": "idle_percent",
 }
 """What engines are compared by, per load."""
 

@@ -17,15 +17,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.cpu import client
 from benchmarks.cpu.engine import Command, Setup
 from benchmarks.cpu.loads import LOADS, WARM_UP, Load
 from benchmarks.workloads import Item
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.errors import HotswapError
 from hotswap.core.interfaces.workload import WorkItem
-from hotswap.lab.load import INTERRUPTED, ClosedLoop, run_load
 from hotswap.lab.records import BlockRecord, RequestRecord
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
+from hotswap.lab.targets.target import Outgoing
 
 WORKER = Path(__file__).with_name("worker.py")
 START_LIMIT_S = 600.0
@@ -42,10 +43,12 @@ class RunError(HotswapError):
 
 
 class Subject(Protocol):
-    """``ready_s``: from the start of its process until it could serve."""
+    """``ready_s``: from the start of its process until it could serve. ``client_s``: CPU time of this process while the
+    last load was put on it."""
 
     ready_s: float
     pid: int
+    client_s: float
 
     def measure(self, name: str, seed: int, quick: bool) -> BlockRecord:
         """Put a load of :data:`LOADS` ("warm-up" too) on it. RunError where not every token came."""
@@ -107,6 +110,8 @@ def free_port() -> int:
 class _Child:
     """Asked by lines of JSON; see ``worker.py``."""
 
+    client_s = 0.0
+
     def __init__(self, running: "subprocess.Popen[str]", setup: Setup, begun: float, log: Path) -> None:
         self._running, self._log, self.pid = running, log, running.pid
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -154,7 +159,9 @@ def _record(index: int, item: Item, sent: float, chunks: Sequence[tuple[float, i
 
 
 class Server:
-    """Asked over HTTP by the load generator of this process."""
+    """Asked over HTTP by this process."""
+
+    client_s = 0.0
 
     def __init__(
         self, running: "subprocess.Popen[str]", command: Command, port: int, begun: float, log: Path,
@@ -171,7 +178,7 @@ class Server:
         self._now = SystemClock().now
         fields = {"temperature": 0, "ignore_eos": True, **command.fields}
         model = OpenAITarget(Endpoint(url), self._now).probe()["id"]
-        self._target = OpenAITarget(Endpoint(url, model, fields), self._now)
+        self._port, self._endpoint = port, Endpoint(url, model, fields)
 
     def measure(self, name: str, seed: int, quick: bool) -> BlockRecord:
         load = load_named(name)
@@ -180,13 +187,18 @@ class Server:
 
     def drive(self, name: str, items: Sequence[Item], streams: int) -> BlockRecord:
         """``items``, at most ``streams`` of them under way. RunError where not every token came."""
-        asked = [(index, WorkItem(tuple(item.prompt), item.max_tokens)) for index, item in enumerate(items)]
-        stretch = run_load(
-            self._target, asked, ClosedLoop(streams), self._now, name=name, window=RUN_LIMIT_S)
-        self._target.close()
-        if stretch.broken == INTERRUPTED:
-            raise KeyboardInterrupt
-        return whole(items, BlockRecord(name, 0, 0, stretch.wall, stretch.records))
+        asked = [WorkItem(tuple(item.prompt), item.max_tokens) for item in items]
+        requests = [
+            client.request("/v1/completions", self._endpoint.body(Outgoing(name, item.prompt, item.max_tokens)))
+            for item in asked]
+        used = time.process_time()
+        try:
+            heard = client.exchange(self._port, requests, streams, self._now, RUN_LIMIT_S)
+        except OSError as error:
+            raise RunError(f"its server failed: {error}") from error
+        self.client_s = time.process_time() - used
+        records = client.records(asked, heard)
+        return whole(items, BlockRecord(name, 0, 0, max(one.ended for one in heard), records))
 
 
 def load_named(name: str) -> Load:

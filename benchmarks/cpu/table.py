@@ -16,8 +16,10 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     "batch8": ("decode_tok_s", "out_tok_s"),
     "mixed": ("out_tok_s", "wall_s", "total_tok_s"),
     "prefix": ("wall_s", "out_tok_s"),
-    "offline16": ("out_tok_s", "itl_p50_ms", "itl_p99_ms"),
-    "http": ("out_tok_s", "req_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"),
+    "offline16": ("out_tok_s", "itl_p50_ms", "itl_p99_ms", "cpu_us_tok"),
+    "http": ("out_tok_s", "req_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "cpu_us_tok",
+             "client_us_tok"),
+    "idle": ("idle_percent",),
 }
 MEMORY = "memory_mib"
 NOTHING = "–"

@@ -43,8 +43,20 @@ def test_every_token_of_a_load_is_counted(runs_of, fake, face):
     assert start.figures["ready_s"] > 0 and start.others is not None
     figures = mixed.figures
     assert figures["out_tok_s"] == pytest.approx(4 * 8 / figures["wall_s"])
-    assert figures["memory_mib"] > 5
+    assert figures["memory_mib"] > 5 and figures["cpu_us_tok"] >= 0
+    assert ("client_us_tok" in figures) == (face == "http")
     assert {"ttft_p50_ms", "tpot_p50_ms", "itl_p99_ms", "decode_tok_s"} <= figures.keys()
+
+
+def test_a_server_is_watched_while_it_is_idle_where_that_is_asked_for(fake, tmp_path):
+    from benchmarks.cpu.rounds import Plan, run
+
+    engines, loads = [fake()], ("offline16", "http")
+    with closing(run(Plan(engines, loads, 1, tmp_path, quick=True, idle_s=0.05))) as coming:
+        *_, http, idle = coming
+    assert (http.load, idle.load, idle.error) == ("http", "idle", None) and idle.figures["idle_percent"] >= 0
+    with closing(run(Plan(engines, loads, 1, tmp_path, quick=True))) as coming:
+        assert "idle" not in [one.load for one in coming]
 
 
 def test_an_engine_is_asked_for_the_same_tokens_as_the_others_and_for_others_in_each_round(fake):
@@ -123,16 +135,15 @@ def test_peak_memory_counts_what_was_given_back_and_shared_pages_once(tmp_path):
 
 def test_who_interrupts_a_load_ends_the_server_and_keeps_what_was_measured(fake, tmp_path, monkeypatch, children):
     from benchmarks.cpu import commands, subject
-    from hotswap.lab.load import INTERRUPTED, Stretch
 
-    whole = subject.run_load
+    whole = subject.client.exchange
 
-    def broken(target, items, load, now, *, name, window):
-        if name.startswith("http"):
-            return Stretch((), 0.1, INTERRUPTED)
-        return whole(target, items, load, now, name=name, window=window)
+    def broken(port, requests, streams, now, limit):
+        if streams == subject.LOADS["http"].streams:
+            raise KeyboardInterrupt
+        return whole(port, requests, streams, now, limit)
 
-    monkeypatch.setattr(subject, "run_load", broken)
+    monkeypatch.setattr(subject.client, "exchange", broken)
     given = {"loads": "single,http", "out": tmp_path / "out.json", "quick": True, "seed": 0}
     runs = commands.measure([fake(faces=["http"])], 1, given)
     assert [run.load for run in runs] == ["start-http", "single"] and not children(os.getpid())
