@@ -5,6 +5,7 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import signal
 import socket
 import threading
@@ -34,10 +35,17 @@ KEEP_ALIVE_S = 60
 def serve(resolved: ResolvedConfig, *, progress: bool = True) -> None:
     """Serve until SIGTERM or SIGINT. ConfigError before that for whatever cannot work, the port first of all."""
     settings = resolved.config.server
+    keep_tokenizers_single()
     with bind(settings.host, settings.port) as listener, loaded(resolved, progress=progress) as built:
         gc.collect()
         gc.freeze()  # what is loaded now lives as long as the process: the collector need not look at it again
         serve_on(listener, served_by(built), settings)
+
+
+def keep_tokenizers_single() -> None:
+    """Prompts come one by one, and the cores are the model's: the tokenizers library starts no threads of its own, one
+    a core, unless the environment says so."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ from hotswap.core.engine.lifecycle import Lifecycle
 from hotswap.core.engine.outputs import absorb, keep_prompt_logprobs
 from hotswap.core.engine.pool import DONE, RUNNING, SUSPENDING, WAITING, RequestState, StepInFlight
 from hotswap.core.interfaces.messages import RowVerdict, Verdict
-from hotswap.core.request import FinishReason
+from hotswap.core.request import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,19 @@ class Committer:
         return applied
 
     def _apply_rows(self, step: StepInFlight, rows: list[RowVerdict], now: float, applied: Applied) -> None:
+        """All outputs leave behind the last row: whoever wakes at the first of them finds the others there, and does
+        not take the interpreter from the rows between. A row that raises keeps back none of those before it."""
+        leaving: list[tuple[RequestState, RequestOutput]] = []
+        try:
+            self._settle_rows(step, rows, now, applied, leaving)
+        finally:
+            for state, output in leaving:
+                self._lifecycle.deliver(state, output)
+
+    def _settle_rows(
+        self, step: StepInFlight, rows: list[RowVerdict], now: float, applied: Applied,
+        leaving: list[tuple[RequestState, RequestOutput]],
+    ) -> None:
         lifecycle, (kept, voided) = self._lifecycle, applied
         for state, row in zip(step.states, rows, strict=True):
             state.land()
@@ -72,7 +85,7 @@ class Committer:
             if row.kept:
                 if ending is not None:
                     output.handoff = lifecycle.retire(state, ending.reason)
-                lifecycle.deliver(state, output)
+                leaving.append((state, output))
 
     def _settle(self, state: RequestState, row: RowVerdict) -> None:
         """Correct the bound, and tell the KV manager what is known and sure where that lets it do something."""

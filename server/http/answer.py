@@ -13,7 +13,7 @@ from hotswap.server.bridge import Call
 from hotswap.server.frontend import Prompt
 from hotswap.server.http.api import Api
 from hotswap.server.http.errors import api_error, as_event, ended_badly
-from hotswap.server.http.sse import DONE, EventStream, event, unless_gone
+from hotswap.server.http.sse import DONE, HOLE, EventStream, TextEvent, event, unless_gone
 from hotswap.server.protocol.common import GenerationBody
 from hotswap.server.results import Choice
 
@@ -28,6 +28,8 @@ class Answer(ABC):
         self._body, self._call, self._request_id = body, call, request_id
         self.choices = [Choice(request) for request in call.requests]
         self.sampling = call.requests[0].sampling
+        self._only_text = self.sampling.logprobs is None and not body.return_token_ids
+        self._text_events: dict[int, TextEvent] = {}  # by choice
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -35,7 +37,8 @@ class Answer(ABC):
 
     @abstractmethod
     def chunks(self, index: int, output: RequestOutput, first: bool) -> list[dict[str, Any]]:
-        """What one output adds to choice ``index``; text and finish reason never in the same chunk."""
+        """What one output adds to choice ``index``; text and finish reason never in the same chunk. Neither ``first``
+        nor last, without logprobs and token ids: one chunk, in which nothing changes but the text."""
 
     @abstractmethod
     def envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -64,10 +67,10 @@ class Answer(ABC):
                 parts: list[bytes] = []
                 try:
                     for index, output in batch:
-                        parts += map(event, self._chunks(index, output))
+                        parts.append(self._encoded(index, output))
                 finally:
-                    if parts:
-                        yield b"".join(parts)
+                    if written := b"".join(parts):
+                        yield written
             if self._body.include_usage:
                 yield event({**self.envelope([]), "usage": self.usage()})
             yield DONE
@@ -76,13 +79,23 @@ class Answer(ABC):
         finally:
             self._call.close()
 
-    def _chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+    def _encoded(self, index: int, output: RequestOutput) -> bytes:
+        """The events of one output. Most are one text between others, for which nothing but the text is encoded."""
         if error := ended_badly(output, self._request_id):
             raise error
         choice = self.choices[index]
         first = not choice.begun
         choice.count(output)
-        return [self.envelope([chunk]) for chunk in self.chunks(index, output, first)]
+        if self._only_text and output.text and not first and output.finish_reason is None:
+            return self._text_event(index)(output.text)
+        return b"".join(event(self.envelope([chunk])) for chunk in self.chunks(index, output, first))
+
+    def _text_event(self, index: int) -> TextEvent:
+        made = self._text_events.get(index)
+        if made is None:
+            [chunk] = self.chunks(index, RequestOutput("", [], HOLE), False)
+            made = self._text_events[index] = TextEvent(self.envelope([chunk]))
+        return made
 
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.sampling.n]
