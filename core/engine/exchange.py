@@ -311,7 +311,7 @@ def shares_pages(old: AttentionBackend, new: AttentionBackend) -> bool:
     before, after, axes = old.support(), new.support(), old.page_axes()
     # Bound without a layout that it is told, a backend takes the one that it prefers.
     alike = axes == new.page_axes() and axes in before.layouts and axes in after.layouts
-    return alike and before.clean_pages >= after.clean_pages
+    return alike and (before.leaves_clean_pages or not after.needs_clean_pages)
 
 
 def _sizes(old: Made, config: Any, target: Components) -> list[Difference]:

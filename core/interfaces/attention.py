@@ -34,8 +34,8 @@ class AttentionSupport:
     """What the backend can do; None stands for any. Asked at start, so that no request meets an unsupported shape.
 
     ``layouts``: those that another backend may share pages in, the preferred first; empty where its pages are its own.
-    ``clean_pages``: it reads a row's last page to its end, masked, and so needs numbers there and no NaN. It clears the
-    pages that it begins; a backend that begins pages for it must do so, too.
+    ``needs_clean_pages``: it reads a row's last page to its end, masked, and so needs numbers there and no NaN, whoever
+    has begun the page. ``leaves_clean_pages``: it clears the pages that it begins; what needs such pages must.
     ``rounding``: how much a request's result may depend on its neighbours in the batch (relative, float32).
     ``note``: what the backend chose by itself, and why; printed at start.
     """
@@ -45,7 +45,8 @@ class AttentionSupport:
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     layouts: tuple[PageLayout, ...] = ()
-    clean_pages: bool = False
+    needs_clean_pages: bool = False
+    leaves_clean_pages: bool = False
     windows: bool = True
     softcap: bool = True
     graph_level: GraphLevel = GraphLevel.NEVER

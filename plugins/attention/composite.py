@@ -73,7 +73,7 @@ class CompositeAttention(AttentionBackend):
         state.decoding = layout.uniform_query_len == 1
         self._backends[state.decoding].plan(state.states[state.decoding], layout)
         state.begun = None
-        if self._supports[not state.decoding].clean_pages and not self._supports[state.decoding].clean_pages:
+        if _clears(self._supports[state.decoding], self._supports[not state.decoding]):
             queries, lengths = np.asarray(layout.query_lens), np.asarray(layout.kv_lens_max)
             state.begun = begun_pages(layout.groups[state.group], queries, lengths)
 
@@ -97,7 +97,10 @@ class CompositeAttention(AttentionBackend):
             head_dims=self._common("head size", prefill.head_dims, decode.head_dims),
             page_sizes=self._common("page size", prefill.page_sizes, decode.page_sizes),
             layouts=self._common("page layout", prefill.layouts, decode.layouts) or (),
-            clean_pages=prefill.clean_pages or decode.clean_pages,
+            needs_clean_pages=prefill.needs_clean_pages or decode.needs_clean_pages,
+            leaves_clean_pages=all(
+                one.leaves_clean_pages or other.needs_clean_pages
+                for one, other in ((prefill, decode), (decode, prefill))),
             windows=prefill.windows and decode.windows,
             softcap=prefill.softcap and decode.softcap,
             graph_level=_graph_level(prefill, decode),
@@ -119,10 +122,15 @@ class CompositeAttention(AttentionBackend):
         return common
 
 
+def _clears(one: AttentionSupport, other: AttentionSupport) -> bool:
+    """Whether the pages that ``one`` begins have to be cleared for ``other``."""
+    return other.needs_clean_pages and not one.leaves_clean_pages
+
+
 def _graph_level(prefill: AttentionSupport, decode: AttentionSupport) -> GraphLevel:
     """Steps of one token are the decode backend's, others the prefill backend's. Pages that are cleared for the other
     side are as many as the step begins: no graph holds that."""
-    if decode.graph_level < GraphLevel.ONE_TOKEN or prefill.clean_pages > decode.clean_pages:
+    if decode.graph_level < GraphLevel.ONE_TOKEN or _clears(decode, prefill):
         return GraphLevel.NEVER
-    return GraphLevel.ONE_TOKEN if decode.clean_pages > prefill.clean_pages else max(
+    return GraphLevel.ONE_TOKEN if _clears(prefill, decode) else max(
         GraphLevel.ONE_TOKEN, prefill.graph_level)

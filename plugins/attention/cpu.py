@@ -43,7 +43,7 @@ class CPUAttention(AttentionBackend):
         converts = platform.machine() in ("aarch64", "arm64") or torch.backends.cpu.get_cpu_capability() != "DEFAULT"
         return AttentionSupport(
             devices=("cpu",), dtypes=("float32", "bfloat16", *(("float16",) if converts else ())), layouts=(HND,),
-            clean_pages=True, rounding=0.0, note=team_note())
+            needs_clean_pages=True, leaves_clean_pages=True, rounding=0.0, note=team_note())
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
         """Two tensors [pages, K, S, D], zeroed, as the torch backend's, so that one can go on with the other's."""

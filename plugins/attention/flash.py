@@ -61,8 +61,8 @@ class FlashAttention(AttentionBackend):
         return AttentionSupport(
             devices=DEVICES, dtypes=("bfloat16", "float16"), head_dims=generation.head_dims,
             page_sizes=generation.page_sizes, layouts=(NHD,),
-            clean_pages=generation.page_sizes is None, graph_level=generation.graph_level, rounding=1e-2,
-            note=self._chosen.why)
+            needs_clean_pages=generation.page_sizes is None, leaves_clean_pages=generation.page_sizes is None,
+            graph_level=generation.graph_level, rounding=1e-2, note=self._chosen.why)
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
         """Two tensors [pages, S, K, D], zeroed."""

@@ -135,8 +135,8 @@ class TorchAttention(AttentionBackend):
     def support(self) -> AttentionSupport:
         level = GraphLevel.UNIFORM if self.options.graphs else GraphLevel.NEVER
         return AttentionSupport(
-            dtypes=("float32", "bfloat16", "float16"), layouts=(HND,), clean_pages=True, graph_level=level,
-            rounding=1e-5)
+            dtypes=("float32", "bfloat16", "float16"), layouts=(HND,), needs_clean_pages=True,
+            leaves_clean_pages=True, graph_level=level, rounding=1e-5)
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
         """Two tensors [pages, K, S, D], zeroed: uninitialised memory may hold NaN. A head's keys in a page are one

@@ -75,7 +75,7 @@ def test_it_supports_what_both_do():
     ).support()
     assert support == AttentionSupport(
         devices=("cuda", "cpu"), dtypes=("float32",), head_dims=(64, 80), page_sizes=(16, 32), layouts=(NHD, HND),
-        clean_pages=True, windows=True, softcap=False, graph_level=GraphLevel.NEVER, rounding=1e-3)
+        needs_clean_pages=True, leaves_clean_pages=True, windows=True, softcap=False, graph_level=GraphLevel.NEVER, rounding=1e-3)
 
 
 @pytest.mark.parametrize(("what", "prefill", "decode", "sides"), [
@@ -92,12 +92,30 @@ def test_backends_that_have_nothing_in_common_are_refused_with_both_sides(what, 
 
 
 @pytest.mark.parametrize(("prefill", "decode", "level"), [
-    ((GraphLevel.UNIFORM, False), (GraphLevel.UNIFORM, False), GraphLevel.UNIFORM),
-    ((GraphLevel.NEVER, False), (GraphLevel.UNIFORM, False), GraphLevel.ONE_TOKEN),
-    ((GraphLevel.ANY, False), (GraphLevel.NEVER, False), GraphLevel.NEVER),
-    ((GraphLevel.UNIFORM, True), (GraphLevel.UNIFORM, False), GraphLevel.NEVER),  # decodes clear pages for prefill
-    ((GraphLevel.UNIFORM, False), (GraphLevel.ONE_TOKEN, True), GraphLevel.ONE_TOKEN),
+    ((GraphLevel.UNIFORM, ""), (GraphLevel.UNIFORM, ""), GraphLevel.UNIFORM),
+    ((GraphLevel.NEVER, ""), (GraphLevel.UNIFORM, ""), GraphLevel.ONE_TOKEN),
+    ((GraphLevel.ANY, ""), (GraphLevel.NEVER, ""), GraphLevel.NEVER),
+    ((GraphLevel.UNIFORM, "needs leaves"), (GraphLevel.UNIFORM, ""), GraphLevel.NEVER),  # decodes clear for prefill
+    ((GraphLevel.UNIFORM, "needs leaves"), (GraphLevel.UNIFORM, "leaves"), GraphLevel.UNIFORM),
+    ((GraphLevel.UNIFORM, ""), (GraphLevel.ONE_TOKEN, "needs leaves"), GraphLevel.ONE_TOKEN),
 ])
 def test_its_steps_are_captured_as_far_as_each_backend_allows_for_its_own(prefill, decode, level):
-    pair = (Limited(graph_level=graphs, clean_pages=clean) for graphs, clean in (prefill, decode))
-    assert composite(*pair).support().graph_level is level
+    assert composite(*map(limited, (prefill, decode))).support().graph_level is level
+
+
+def limited(has):
+    graphs, pages = has
+    return Limited(
+        graph_level=graphs, needs_clean_pages="needs" in pages, leaves_clean_pages="leaves" in pages)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "needs", "leaves"), [
+    ("", "", False, False),
+    ("leaves", "", False, False),
+    ("leaves", "leaves", False, True),
+    ("needs leaves", "", True, True),  # what decoding begins is cleared for prefill
+    ("needs leaves", "leaves", True, True),
+])
+def test_it_leaves_clean_pages_where_each_side_does_or_is_cleared_after(prefill, decode, needs, leaves):
+    support = composite(*(limited((GraphLevel.NEVER, pages)) for pages in (prefill, decode))).support()
+    assert (support.needs_clean_pages, support.leaves_clean_pages) == (needs, leaves)

@@ -10,10 +10,12 @@ from hotswap.core.interfaces.component import Origin
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 
 
-def backend(name, layouts, clean=False):
+def backend(name, layouts, pages=""):
     class Backend(TorchAttention):
         def support(self):
-            return replace(super().support(), layouts=layouts, clean_pages=clean)
+            return replace(
+                super().support(), layouts=layouts, needs_clean_pages="needs" in pages,
+                leaves_clean_pages="leaves" in pages)
 
     component = Backend()
     component.origin = Origin("attention", name, "d", "1", "attention/1")
@@ -21,13 +23,15 @@ def backend(name, layouts, clean=False):
 
 
 @pytest.mark.parametrize(("old", "new", "shared"), [
-    (((HND,), False), ((HND,), False), True),
-    (((HND,), True), ((HND, NHD), False), True),
-    (((HND,), False), ((HND,), True), False),  # what it reads masked must be numbers
-    (((NHD,), False), ((HND, NHD), False), False),  # it could, but prefers another layout, and is not told
-    (((NHD,), False), ((HND,), False), False),
-    (((), False), ((HND,), False), False),  # pages of its own
-    (((HND,), False), ((), False), False),
+    (((HND,), ""), ((HND,), ""), True),
+    (((HND,), "needs leaves"), ((HND, NHD), ""), True),
+    (((HND,), ""), ((HND,), "needs leaves"), False),  # what it reads masked must be numbers
+    (((HND,), "leaves"), ((HND,), "needs leaves"), True),
+    (((HND,), ""), ((HND,), "leaves"), True),  # it clears what it begins, and needs nothing of the old pages
+    (((NHD,), ""), ((HND, NHD), ""), False),  # it could, but prefers another layout, and is not told
+    (((NHD,), ""), ((HND,), ""), False),
+    (((), ""), ((HND,), ""), False),  # pages of its own
+    (((HND,), ""), ((), ""), False),
 ])
 def test_pages_stay_where_both_lay_them_out_alike(old, new, shared):
     assert shares_pages(backend("old", *old), backend("new", *new)) is shared
