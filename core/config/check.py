@@ -16,12 +16,12 @@ from hotswap.core.config.components import Components
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, known_keys
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
-from hotswap.core.interfaces.attention import AttentionBackend
+from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.deployment import Deployment
 from hotswap.core.interfaces.kv_transfer import HANDOFF
 from hotswap.core.interfaces.parallel import ShardStrategy
-from hotswap.core.interfaces.quantization import Quantization
+from hotswap.core.interfaces.quantization import QuantizationSupport
 from hotswap.core.registry import Registry
 
 AUTO = "auto"
@@ -64,10 +64,10 @@ def check_config(config: Config, registry: Registry, around: Sequence[Component]
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
     if "attention" in built:
-        problems += _not_taken(components.attention, partial(_attention_limits, config, components.attention))
+        problems += not_taken(components.attention, partial(_attention_limits, config, components.attention))
     if "quantization" in built:
-        problems += _not_taken(
-            components.quantization, partial(_quantization_limits, config, components.quantization))
+        problems += not_taken(
+            components.quantization, lambda: place(config.device, config.dtype, components.quantization.support()))
     notes += _idle_transfer(components)
     batch, batch_notes = _batch(config)
     raise_problems(problems + batch)
@@ -328,29 +328,26 @@ _Limit = tuple[str, Any, Sequence[Any] | None]
 
 def _attention_limits(config: Config, backend: AttentionBackend) -> list[_Limit]:
     support = backend.support()
-    return [*_place(config, support.devices, support.dtypes),
+    return [*place(config.device, config.dtype, support),
             ("kvcache.block_size", config.kvcache.block_size, support.page_sizes)]
 
 
-def _quantization_limits(config: Config, quantization: Quantization) -> list[_Limit]:
-    support = quantization.support()
-    return _place(config, support.devices, support.dtypes)
+def place(device: str, dtype: str, support: AttentionSupport | QuantizationSupport) -> list[_Limit]:
+    return [("device", device.partition(":")[0], support.devices), ("dtype", dtype, support.dtypes)]
 
 
-def _place(config: Config, devices: Sequence[str] | None, dtypes: Sequence[str] | None) -> list[_Limit]:
-    return [("device", config.device.partition(":")[0], devices), ("dtype", config.dtype, dtypes)]
-
-
-def _not_taken(part: Component, limits: Callable[[], Sequence[_Limit]]) -> list[Problem]:
-    """What the config says and ``part`` does not take. Left to the start: what "auto" is, and the model's shapes."""
+def not_taken(part: Component, limits: Callable[[], Sequence[_Limit]], path: str = "") -> list[Problem]:
+    """What is given and ``part`` does not take, under the keys of ``limits``; under ``path``, that of the part, where
+    the values are not the config's own. Left to the start: what "auto" is, and the model's shapes."""
     try:
         given = limits()
     except ConfigError as error:  # what it needs is not here
-        return [Problem(path or part.kind, message) for path, message in problems_of(error)]
+        return [Problem(found.path or path or part.kind, found.message) for found in problems_of(error)]
     return [
-        Problem(path, (
-            f"{part.label} does not take {value!r}, but {', '.join(map(str, allowed))}. Change it, or {part.kind}."))
-        for path, value, allowed in given if allowed is not None and value not in (None, AUTO, *allowed)
+        Problem(path or key, (
+            f"{part.label} does not take {f'the {key} ' if path else ''}{value!r}, but "
+            f"{', '.join(map(str, allowed))}. Change it, or {path or part.kind}."))
+        for key, value, allowed in given if allowed is not None and value not in (None, AUTO, *allowed)
     ]
 
 

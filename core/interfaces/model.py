@@ -72,6 +72,12 @@ class Model(Component):
     def facts(cls, config: dict[str, Any]) -> ModelFacts:
         """From the checkpoint's config alone, before any weight is read. ConfigError for what it does not support."""
 
+    @classmethod
+    def linear_layers(cls, config: dict[str, Any], matrices: Sequence[str]) -> Sequence[str]:
+        """Which of the checkpoint's ``matrices``, by their names without ``.weight``, are given to a quantization, and
+        by what names, without reading any. Asked where options name layers."""
+        return matrices
+
     @abstractmethod
     def build(self, config: dict[str, Any], mesh: "Mesh", dtype: "torch.dtype", device: str) -> None:
         """Prepare for a checkpoint with this config."""

@@ -4,7 +4,7 @@ Legend of shapes: T rows, I input features, O output features.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -24,10 +24,11 @@ class LinearWeight:
     """One linear layer of this rank, as the checkpoint holds it.
 
     ``pieces``: [O_i, I] each, one below the other: the projections that are multiplied at once. Each is a tensor on the
-    CPU in the dtype that is stored (float32 where the file is quantised), or the file's own blocks where
-    ``QuantizationSupport.blocks`` names their format. None may be changed, nor kept: other layers' may lie beside it.
-    ``names``: the checkpoint's, one a piece, without ``.weight``. ``bias`` [O] on ``device`` in ``dtype``, which are
-    those of the activations.
+    CPU in the dtype that is stored (float32 from a GGUF file), or the file's own blocks where
+    ``QuantizationSupport.blocks`` names their format: all that a rank's part of the columns touches, and its place in
+    them. None may be changed, nor kept: other layers' may lie beside it. ``names``: the checkpoint's, one a
+    piece, without ``.weight``; a tied head has one of its own. ``bias`` [O] on ``device`` in ``dtype``, which are those
+    of the activations.
 
     ``head``: its products are logits. ``tied``: the weight is the embedding's table, too, which stays in memory
     whatever this layer keeps. A tensor in ``pieces`` then is that very table, on ``device`` in ``dtype``; it may be
@@ -93,6 +94,11 @@ class Quantization(Component):
         """What it chooses by itself there, and why, for the operator's eye at the start; empty where that goes without
         saying."""
         return ""
+
+    def patterns(self) -> Mapping[str, str]:
+        """Patterns of layers' names that its options hold (``fnmatch``), by the option's path below its own section:
+        ``{"keep[0]": "*.down_proj"}``. At the start one that fits none of the model's layers is refused."""
+        return {}
 
     @abstractmethod
     def pack(self, weight: LinearWeight) -> Packed:

@@ -6,7 +6,7 @@ vocabulary and so needs seconds where this needs tenths; the block formats are d
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +25,8 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 
+Rows = slice | np.ndarray[Any, np.dtype[np.int64]]
+
 
 @dataclass(frozen=True)
 class GGUFTensor:
@@ -40,18 +42,29 @@ class GGUFTensor:
 @dataclass(frozen=True)
 class BlockRows:
     """Rows of a tensor as the file stores them: ``data`` uint8 [O, bytes of a row], blocks of ``block_values`` values
-    in the format ``type`` ("Q4_1"), one behind the other."""
+    in the format ``type`` ("Q4_1"), one behind the other.
+
+    Of a row's values those from number ``first`` on are meant, ``width`` of them (None: all): a part of the columns may
+    begin and end within a block.
+    """
 
     type: str
     data: "torch.Tensor"
     block_values: int
     block_bytes: int
+    first: int = 0
+    width: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(O, I), in values."""
         rows, row_bytes = self.data.shape
-        return rows, row_bytes // self.block_bytes * self.block_values
+        stored = row_bytes // self.block_bytes * self.block_values
+        return rows, stored - self.first if self.width is None else self.width
+
+    def __getitem__(self, rows: slice) -> "BlockRows":
+        """Some of the rows, in the same memory."""
+        return replace(self, data=self.data[rows])
 
     def dequantize(self) -> "torch.Tensor":
         """[O, I] float32."""
@@ -59,7 +72,8 @@ class BlockRows:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        return torch.from_numpy(dequantize(self.data.numpy(), GGMLQuantizationType[self.type]))
+        values = torch.from_numpy(dequantize(self.data.numpy(), GGMLQuantizationType[self.type]))
+        return values[:, self.first : self.first + self.shape[1]]
 
 
 class GGUFFile:
@@ -124,37 +138,43 @@ class GGUFFile:
                 f"tensor {name!r} of {self.path} has shape {shape}, rows must be multiples of {block_values}")
         return cast(int, prod(shape) // block_values * block_bytes)
 
-    def dequantize(self, name: str, index: int | None = None) -> "np.ndarray[Any, Any]":
-        """The values of a tensor as float32, in a new array of its shape; or only those at ``index`` of its first axis.
-        """
+    def dequantize(
+        self, name: str, index: int | None = None, rows: "Rows" = slice(None), columns: slice = slice(None),
+    ) -> "np.ndarray[Any, Any]":
+        """The values of a tensor as float32, in memory of their own; or only those at ``index`` of its first axis. Of a
+        matrix only ``rows`` and ``columns``, as :meth:`blocks` takes them."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
-        shape, raw = tensor.shape if index is None else tensor.shape[1:], self._raw(tensor, index)
-        kind = GGMLQuantizationType(tensor.type)
+        shape, kind = tensor.shape if index is None else tensor.shape[1:], GGMLQuantizationType(tensor.type)
         try:
-            if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-                raw = raw.view(np.float32 if kind == GGMLQuantizationType.F32 else np.float16)
-                return raw.astype(np.float32).reshape(shape)
-            rows = raw.reshape(*shape[:-1], -1)
-            return np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32).reshape(shape)
+            if len(shape) == 2:
+                return self.blocks(name, index, rows, columns).dequantize().numpy()
+            values = dequantize(self._raw(tensor, index).reshape(*shape[:-1], -1), kind)
         except NotImplementedError as error:
             raise ModelLoadError(
                 f"tensor {name!r} of {self.path} is stored as {kind.name}, which cannot be read") from error
+        return np.require(values, np.float32, "W").reshape(shape)  # not where the file is mapped
 
-
-    def blocks(self, name: str, index: int | None = None) -> BlockRows:
-        """The rows of a tensor of two dimensions, or of three at ``index`` of its first axis, as they are stored: in a
-        copy, which outlives the file."""
+    def blocks(
+        self, name: str, index: int | None = None, rows: "Rows" = slice(None), columns: slice = slice(None),
+    ) -> BlockRows:
+        """A tensor of two dimensions, or of three at ``index`` of its first axis, as it is stored: of its ``rows`` (a
+        slice, or their numbers in the order that is wanted) the whole blocks in which ``columns`` lie. In a copy, which
+        outlives the file, of these alone."""
         import torch
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         tensor = self.tensors[name]
         kind = GGMLQuantizationType(tensor.type)
+        size, num_bytes = GGML_QUANT_SIZES[kind]
+        start, stop, _ = columns.indices(tensor.shape[-1])
+        stored = self._raw(tensor, index).reshape(tensor.shape[-2], -1, num_bytes)
+        wanted = stored[:, start // size : -(-stop // size)][rows]
+        data = np.require(wanted, requirements=("C", "W"))  # not the mapped file
         return BlockRows(
-            kind.name, torch.from_numpy(self._raw(tensor, index).reshape(tensor.shape[-2], -1).copy()),
-            *GGML_QUANT_SIZES[kind])
+            kind.name, torch.from_numpy(data.reshape(len(data), -1)), size, num_bytes, start % size, stop - start)
 
     def format(self, name: str) -> str:
         """The format in which a tensor is stored: "F32", "Q4_1"."""

@@ -148,10 +148,11 @@ class VocabHead:
         self.mesh, self.vocab_size, self.features, self.tied = mesh, vocab_size, features, tied
         self.part, self.dtype, self.device = mesh.shard("vocab", vocab_size), dtype, device
 
-    def load(self, weights: WeightSource, name: str) -> None:
-        """``name``: the table's where it is tied, which must have been loaded."""
+    def load(self, weights: WeightSource, name: str, stored: str | None = None) -> None:
+        """``stored``: the name of its tensor, where that is another's, too: the table's, which must have been loaded if
+        this rank has it."""
         table = None if self.tied is None else self.tied.weight
-        rows = weights.take_rows(f"{name}.weight", (self.vocab_size, self.features), 0, self.part, table)
+        rows = weights.take_rows(f"{stored or name}.weight", (self.vocab_size, self.features), 0, self.part, table)
         self.linear = weights.pack(LinearWeight(
             (name,), (rows,), None, self.dtype, self.device, head=True, tied=self.tied is not None))
 

@@ -1,9 +1,29 @@
 """Linear layers in floating point, and what every packed form begins with."""
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional
 
 from hotswap.core.interfaces.quantization import LinearWeight
+from hotswap.core.modeling.gguf import BlockRows
+
+PART_VALUES = 1 << 20
+"""Most weights of a layer that are converted at a time, each taking some bytes for each step on the way."""
+
+
+def row_parts(weight: LinearWeight) -> Iterator[torch.Tensor | BlockRows]:
+    """The pieces, some rows of one at a time, as they are stored."""
+    rows = max(1, PART_VALUES // weight.in_features)
+    for piece in weight.pieces:
+        for start in range(0, piece.shape[0], rows):
+            yield piece[start : start + rows]
+
+
+def dense_parts(weight: LinearWeight) -> Iterator[torch.Tensor]:
+    """[n, I] one below the other, some rows of the weight at a time: in the dtype that is stored, blocks as float32.
+    None may be changed."""
+    return (part if isinstance(part, torch.Tensor) else part.dequantize() for part in row_parts(weight))
 
 
 def dense_weight(weight: LinearWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -14,8 +34,7 @@ def dense_weight(weight: LinearWeight, dtype: torch.dtype | None = None) -> torc
         return first
     dense = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.device)
     start = 0
-    for piece in weight.pieces:
-        rows = piece if isinstance(piece, torch.Tensor) else piece.dequantize()
+    for rows in dense_parts(weight):
         dense[start : start + len(rows)].copy_(rows)
         start += len(rows)
     return dense

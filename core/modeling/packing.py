@@ -1,10 +1,15 @@
 """Whether a quantization can pack a checkpoint's weights, before any of them is read."""
 
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from hotswap.core.config.check import not_taken, place, unmet
 from hotswap.core.errors import ConfigError
+from hotswap.core.explain import Problem, join, nearest, raise_problems
 from hotswap.core.interfaces.model import Model
-from hotswap.core.interfaces.quantization import Quantization, QuantizationSupport
+from hotswap.core.interfaces.quantization import Quantization
 
 if TYPE_CHECKING:
     from hotswap.core.modeling.checkpoint import Checkpoint
@@ -18,14 +23,12 @@ def check_quantization(
 
     ``model``: whose layers are packed; None: they are a component's own, which take any form.
     """
-    try:
-        support = quantization.support()
-    except ConfigError as error:
-        raise type(error)(error.message, error.path or path) from error
-    _check_place(quantization, support, device, dtype, path)
+    problems = not_taken(quantization, lambda: place(device, dtype, quantization.support()), path)
     if model is not None:
-        _check_model(quantization, model, path)
-    formats = checkpoint.block_formats
+        problems += [each for each in unmet({Model.kind: model, path: quantization}) if each.path == path]
+    raise_problems(problems)
+    raise_problems(_idle_patterns(quantization.patterns(), checkpoint, model, path))
+    support, formats = quantization.support(), checkpoint.block_formats
     if support.needs_blocks and not formats:
         raise ConfigError(
             f"{quantization.label} keeps the quantised blocks of a GGUF file, and {checkpoint.path} has none; choose "
@@ -39,21 +42,29 @@ def check_quantization(
     return notes
 
 
-def _check_place(
-    quantization: Quantization, support: QuantizationSupport, device: str, dtype: str, path: str,
-) -> None:
-    given = (("device", device.partition(":")[0], support.devices), ("dtype", dtype, support.dtypes))
-    for what, value, allowed in given:
-        if allowed is not None and value not in allowed:
-            raise ConfigError(
-                f"{quantization.label} does not take the {what} {value}, but {', '.join(allowed)}; change {what}, or "
-                "choose another quantization", path)
+def _idle_patterns(
+    patterns: Mapping[str, str], checkpoint: "Checkpoint", model: Model | None, path: str,
+) -> list[Problem]:
+    """Those that fit no layer, and would have no effect."""
+    if not patterns:
+        return []
+    layers = layer_names(checkpoint, model)
+    problems = []
+    for option, pattern in patterns.items():
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            kinds = sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in layers})
+            near = nearest(pattern, kinds)
+            hint = f" Did you mean {near!r}?" if near else ""
+            problems.append(Problem(
+                join(path, option), f"{pattern!r} fits no linear layer of {checkpoint.path}.{hint} There are "
+                f"{', '.join(kinds)}."))
+    return problems
 
 
-def _check_model(quantization: Quantization, model: Model, path: str) -> None:
-    offered = model.describe().offers
-    for need in quantization.describe().requires:
-        if Model.kind in need.kinds and need.capability not in offered:
-            raise ConfigError(
-                f"{quantization.label} requires '{need.capability}' of the model: {need.why.rstrip('.')}. "
-                f"{model.label} offers {', '.join(sorted(offered)) or 'nothing'}; change {need.remedy or path}", path)
+def layer_names(checkpoint: "Checkpoint", model: Model | None) -> Sequence[str]:
+    """Of the layers that a quantization is given. Reads headers alone."""
+    weights = checkpoint.weights()
+    matrices = [
+        name.removesuffix(".weight") for name in weights.names()
+        if name.endswith(".weight") and len(weights.shape(name)) == 2]
+    return matrices if model is None else model.linear_layers(checkpoint.config, matrices)

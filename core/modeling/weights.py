@@ -7,16 +7,16 @@ the load with an error that lists the names.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
 
 from hotswap.core.errors import ComponentError, HotswapError, ModelLoadError
 from hotswap.core.explain import nearest
 from hotswap.core.interfaces.quantization import LinearWeight, Packed, Quantization
-from hotswap.core.modeling.gguf import BlockRows, GGUFFile
+from hotswap.core.modeling.gguf import BlockRows, GGUFFile, Rows
 from hotswap.core.modeling.gguf_checkpoint import TensorSource
 from hotswap.core.modeling.linear import DenseLinear
 from hotswap.core.modeling.mesh import Shard
@@ -38,16 +38,26 @@ class WeightSource(ABC):
 
     def __init__(self, location: str, progress: bool = False) -> None:
         self.location = location
-        self.quantization: Quantization | None = None
+        self.quantization = None
         self.taken = 0
         """Values that have been read, each shard counted by what it holds."""
-        self._to_pack = self._packed_bytes = 0
+        self._packed_values = self._packed_bytes = 0
         self._taken: set[str] = set()
         self._skipped: list[Callable[[str], bool]] = [lambda name: name.endswith(IGNORED_SUFFIXES)]
         self._missing: dict[str, None] = {}
         self._misshaped: dict[str, str] = {}
         self._progress = progress
         self._bar: Any = None
+
+    @property
+    def quantization(self) -> Quantization | None:
+        return self._quantization
+
+    @quantization.setter
+    def quantization(self, quantization: Quantization | None) -> None:
+        self._quantization = quantization
+        self._formats = frozenset(() if quantization is None else quantization.support().blocks)
+        """Of blocks that it takes as they are stored."""
 
     @abstractmethod
     def names(self) -> Sequence[str]:
@@ -59,11 +69,10 @@ class WeightSource(ABC):
 
     @abstractmethod
     def _read(self, name: str, dim: int, part: Shard | None) -> torch.Tensor:
-        """The tensor, or indices ``part`` along ``dim`` of it, in its stored dtype (float32 where quantised)."""
+        """The tensor, or indices ``part`` along ``dim`` of it, in its stored dtype (float32 from a GGUF file)."""
 
     def _read_blocks(self, name: str, dim: int, part: Shard | None) -> BlockRows | None:
-        """The same as the file stores it; None where it is not stored in blocks that ``quantization`` takes, or where
-        ``part`` does not hold whole ones."""
+        """The same as the file stores it; None where it is not stored in blocks that ``quantization`` takes."""
         return None
 
     def has(self, name: str) -> bool:
@@ -91,7 +100,7 @@ class WeightSource(ABC):
         if table is not None:
             return table if blocks is None else blocks
         self._count(torch.Size(wanted).numel())
-        self._to_pack += torch.Size(wanted).numel()
+        self._packed_values += torch.Size(wanted).numel()
         return self._floating(name, self._read(name, dim, part)) if blocks is None else blocks
 
     def pack(self, weight: LinearWeight) -> Packed:
@@ -107,11 +116,12 @@ class WeightSource(ABC):
             except Exception as error:
                 raise ComponentError(quantization.kind, quantization.name, "pack", error) from error
         self._packed_bytes += packed.nbytes
+        self._packed_values += 0 if weight.bias is None else weight.bias.numel()  # nbytes has it, too
         return packed
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """What a model of ``dtype`` keeps of all that was taken: packed forms as large as they are, the rest dense."""
-        return (self.taken - self._to_pack) * dtype.itemsize + self._packed_bytes
+        return (self.taken - self._packed_values) * dtype.itemsize + self._packed_bytes
 
     def take_integers(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """As :meth:`take`, a table of numbers as int64."""
@@ -275,33 +285,36 @@ class GGUFWeights(WeightSource):
         return shape if source.item is None else shape[1:]
 
     def _read(self, name: str, dim: int, part: Shard | None) -> torch.Tensor:
-        source = self._sources[name]
-        tensor = _in_order(torch.from_numpy(self._file.dequantize(source.gguf_name, source.item)), source.heads)
+        source, shape = self._sources[name], self.shape(name)
+        if len(shape) == 2:
+            return torch.from_numpy(
+                self._file.dequantize(source.gguf_name, source.item, *_cut(shape[0], source.heads, dim, part)))
+        values = self._file.dequantize(source.gguf_name, source.item)
+        if source.heads:  # a bias
+            values = values[_stored_rows(shape[0], source.heads)]
+        tensor = torch.from_numpy(values)
         return tensor if part is None else tensor.narrow(dim, part.start, part.count)
 
     def _read_blocks(self, name: str, dim: int, part: Shard | None) -> BlockRows | None:
         source = self._sources[name]
-        if self.quantization is None or (
-                self._file.format(source.gguf_name) not in self.quantization.support().blocks):
+        if self._file.format(source.gguf_name) not in self._formats:
             return None
-        rows = self._file.blocks(source.gguf_name, source.item)
-        data, size = _in_order(rows.data, source.heads), rows.block_values  # a block lies within a row
-        if part is not None and dim == 0:
-            data = data[part.start : part.stop]
-        elif part is not None:
-            if part.start % size or part.count % size:
-                return None
-            blocks = data.view(len(data), -1, rows.block_bytes)
-            data = blocks[:, part.start // size : part.stop // size].flatten(1)
-        return replace(rows, data=data)
+        return self._file.blocks(
+            source.gguf_name, source.item, *_cut(self.shape(name)[0], source.heads, dim, part))
 
 
-def _in_order(rows: torch.Tensor, heads: int | None) -> torch.Tensor:
-    """Hugging Face's order of a tensor's rows. llama.cpp keeps (first half, second half) of a head's rows interleaved:
-    [.., D/2, 2, ..] back to [.., 2, D/2, ..]."""
-    if not heads:
-        return rows
-    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+def _cut(rows: int, heads: int | None, dim: int, part: Shard | None) -> tuple[Rows, slice]:
+    """Which rows of a matrix in the file, and which of their columns, are ``part``, or all of it."""
+    whole = slice(None)
+    inner = whole if part is None else slice(part.start, part.stop)
+    wanted, columns = (inner, whole) if dim == 0 else (whole, inner)
+    return (_stored_rows(rows, heads)[wanted] if heads else wanted), columns
+
+
+def _stored_rows(rows: int, heads: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Where each of a tensor's rows is in the file: llama.cpp keeps (first half, second half) of a head's rows
+    interleaved, [H, D/2, 2], and Hugging Face one behind the other, [H, 2, D/2]."""
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _weight_files(directory: Path) -> list[Path]:

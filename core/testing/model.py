@@ -21,11 +21,36 @@ import torch
 from hotswap.core.errors import ModelLoadError
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.parallel import MeshDim, RankPlan
+from hotswap.core.interfaces.quantization import (
+    PACKED_WEIGHTS,
+    LinearWeight,
+    Packed,
+    Quantization,
+    QuantizationSupport,
+)
 from hotswap.core.modeling.checkpoint import Checkpoint, open_checkpoint
+from hotswap.core.modeling.linear import DenseLinear
+from hotswap.core.modeling.mesh import LOCAL_MESH
+from hotswap.core.modeling.packing import layer_names
 from hotswap.core.testing.checkpoints import LLAMA, tiny_checkpoint
 from hotswap.core.testing.dense import PlainAttention, ThreadMesh, loaded, logits_of, on_ranks
 
 IDS = [3, 9, 4, 9, 2, 7, 7, 1, 12, 5, 8, 8, 0, 11, 3, 9]
+
+
+class _Listing(Quantization):
+    """Packs nothing; keeps the names of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def support(self) -> QuantizationSupport:
+        return QuantizationSupport()
+
+    def pack(self, weight: LinearWeight) -> Packed:
+        self.names += weight.names
+        return DenseLinear(weight)
 
 
 class ModelSuite:
@@ -146,6 +171,18 @@ class ModelSuite:
         assert shared.dtype == torch.float32 and shared.shape == logits.shape
         if final is not None:
             torch.testing.assert_close(shared, logits, atol=1e-5, rtol=0)
+
+    def test_it_lists_the_layers_that_a_quantization_is_given(self, checkpoint: Checkpoint) -> None:
+        """A name that is missing cannot stand in a config, one too many would be without effect there."""
+        model, listing = self.make_model(), _Listing()
+        if PACKED_WEIGHTS not in model.describe().offers:
+            pytest.skip("its layers are not packed")
+        listed = layer_names(checkpoint, model)
+        model.build(checkpoint.config, LOCAL_MESH, torch.float32, "cpu")
+        with checkpoint.weights() as weights:
+            weights.quantization = listing
+            model.load(weights)
+        assert sorted(listed) == sorted(listing.names), f"it lists {listed}, and gives {listing.names}"
 
     def test_sharded_over_ranks_it_gives_the_same(self, checkpoint: Checkpoint) -> None:
         """Over the axes that its facts name: a reduce that is missing, or one too many, shows here."""

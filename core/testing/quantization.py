@@ -42,13 +42,17 @@ class QuantizationSuite:
         return [getattr(torch, name) for name in self.make_quantization().support().dtypes or ("float32", "bfloat16")]
 
     def weights(self, shapes: Sequence[tuple[int, int]] | None = None) -> Iterator[LinearWeight]:
-        """A layer of each shape and dtype, with a bias and without; and of each format of blocks that it takes."""
+        """A layer of each shape and dtype, with a bias and without; and of each format of blocks that it takes, whole
+        ones and a part of the columns that begins and ends within some."""
         for number, (outputs, inputs) in enumerate(shapes or self.shapes):
             for dtype in self.dtypes:
                 yield self.weight(random_rows(outputs, inputs, number), dtype=dtype, bias=bool(number % 2))
         for format in self.make_quantization().support().blocks:
+            blocks = random_blocks(format, 24, 512)
+            first, width = blocks.block_values // 2, blocks.block_values * 5 // 4
             for dtype in self.dtypes:
                 yield self.weight(random_blocks(format, 24), dtype=dtype, bias=True)
+                yield self.weight(replace(blocks, first=first, width=width), dtype=dtype)
 
     def weight(
         self, *pieces: torch.Tensor | BlockRows, dtype: torch.dtype = torch.float32, bias: bool = False,

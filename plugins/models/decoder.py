@@ -5,7 +5,7 @@ Legend of shapes: T tokens of the step, H query heads, K key-value heads, D head
 logits; H and K are those of this rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -55,6 +55,11 @@ class DecoderModel(Model):
             concurrent=not sparse,  # experts count their tokens
             layer_costs=c.layer_costs, head_cost=c.vocab_size * c.hidden_size, mlp_width=c.mlp_width,
             capturable=c.capturable)
+
+    @classmethod
+    def linear_layers(cls, config: dict[str, Any], matrices: Sequence[str]) -> Sequence[str]:
+        """Embedding, routers and experts are none of them; a head that is tied has no tensor, but a name."""
+        return [*(name for name in matrices if name.endswith("_proj") and ".experts." not in name), HEAD]
 
     def describe(self) -> Description:
         return Description(offers=frozenset({PACKED_WEIGHTS}))
@@ -109,7 +114,7 @@ class DecoderModel(Model):
         weights.finish()
 
     def _load_head(self, weights: WeightSource) -> None:
-        self.lm_head.load(weights, EMBEDDING if self.config.tied else HEAD)
+        self.lm_head.load(weights, HEAD, EMBEDDING if self.config.tied else None)
         table, head = f"{EMBEDDING}.weight", f"{HEAD}.weight"
         # Some exporters write the shared matrix twice; a second one that differs means that the config is wrong.
         if self.config.tied and weights.has(head) and not weights.same(head, table, self.dtype):

@@ -1,10 +1,10 @@
 """What quantizations on CPUs have in common: options, requirements, and the choice between kernels and operators."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 
 from hotswap.core.errors import ConfigError
@@ -17,10 +17,9 @@ from hotswap.core.interfaces.quantization import (
     Quantization,
     QuantizationSupport,
 )
-from hotswap.plugins.quantization.grouped import GROUP, Groups
+from hotswap.plugins.quantization.grouped import GROUP, Groups, quantize_weight
 from hotswap.plugins.quantization.kernel_linear import KernelLinear, no_kernels
 from hotswap.plugins.quantization.none import unquantised
-from hotswap.plugins.quantization.operators import AVX512, processor_has
 from hotswap.plugins.quantization.torch_linear import (
     ByRows,
     Int4Linear,
@@ -28,6 +27,7 @@ from hotswap.plugins.quantization.torch_linear import (
     no_int4_products,
     no_int8_products,
 )
+from hotswap.plugins.quantization.torch_support import AVX512, processor_has
 
 ROUNDING = 0.02
 """Of weights and activations in 8 bits, for normally distributed ones."""
@@ -47,14 +47,17 @@ class FourBitOptions(PackingOptions):
 
 
 class CPUQuantization(Quantization):
-    """Packs into groups of 32 weights, and multiplies in 8 bits."""
+    """Packs weights for processors with products of 8-bit numbers: by kernels of our own, or by torch's operators."""
 
     Options = PackingOptions
     options: PackingOptions
 
     def describe(self) -> Description:
         return Description(requires=(Requirement(
-            Model.kind, PACKED_WEIGHTS, "its layers are what is packed", "quantization, or the model component"),))
+            Model.kind, PACKED_WEIGHTS, "its layers are what is packed", "the quantization, or the model component"),))
+
+    def patterns(self) -> Mapping[str, str]:
+        return {f"keep[{number}]": pattern for number, pattern in enumerate(self.options.keep)}
 
     def support(self) -> QuantizationSupport:
         return QuantizationSupport(devices=("cpu",), dtypes=("float32", "bfloat16"), rounding=ROUNDING)
@@ -75,6 +78,11 @@ class CPUQuantization(Quantization):
     def _pack(self, weight: LinearWeight) -> Packed:
         """A layer that is not to be kept."""
 
+    def _eight_bits(self, weight: LinearWeight) -> Packed:
+        if self._no_kernels():
+            return int8_linear(weight)
+        return KernelLinear(quantize_weight(weight, 8), weight.bias, weight.dtype)
+
     def _no_kernels(self) -> str:
         return "the config says so" if self.options.kernels == "torch" else no_kernels()
 
@@ -94,19 +102,18 @@ class FourBitQuantization(CPUQuantization):
         """ConfigError where nobody could multiply."""
         if (reason := no_int4_products()) and self._no_kernels():
             raise ConfigError(
-                f"{self.label} cannot multiply 4-bit weights: {reason}, and {self._no_kernels()}; choose int8, or none",
-                self.kind)
+                f"{self.label} cannot multiply 4-bit weights: {reason}, and {self._no_kernels()}; choose int8, or none")
         return super().support()
 
     def _slow(self, dtype: str) -> list[str]:
         reasons = [] if processor_has(AVX512) else ["4-bit weights are multiplied without AVX-512, which is slow"]
         return [*reasons, *(super()._slow(dtype) if self.options.many_rows is not None else [])]
 
-    def _four_bits(self, groups: Groups, weight: LinearWeight, dense: torch.Tensor) -> Packed:
-        """``dense`` [O, I] float32: what the form for many rows is made of."""
+    def _four_bits(self, groups: Groups, weight: LinearWeight) -> Packed:
+        """``weight``: in ``groups`` already, and what a form for many rows is made of."""
         if not self._no_kernels():
             return KernelLinear(groups, weight.bias, weight.dtype)
-        if groups.numbers.shape[1] % GROUP:
-            return int8_linear(dense, weight.bias)
+        if weight.in_features % GROUP:
+            return int8_linear(weight)
         few, many_rows = Int4Linear(groups, weight.bias, weight.dtype), self.options.many_rows
-        return few if many_rows is None or weight.tied else ByRows(few, int8_linear(dense, weight.bias), many_rows)
+        return few if many_rows is None or weight.tied else ByRows(few, int8_linear(weight), many_rows)

@@ -1,20 +1,23 @@
 """A GGUF file's own quantised blocks, kept as they are. The formats are llama.cpp's."""
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from hotswap.core.interfaces.quantization import LinearWeight, Packed, QuantizationSupport
 from hotswap.core.modeling.gguf import BlockRows
-from hotswap.core.modeling.linear import dense_weight
+from hotswap.core.modeling.linear import row_parts
 from hotswap.plugins.quantization.base import FourBitOptions, FourBitQuantization
-from hotswap.plugins.quantization.grouped import GROUP, Groups, stacked
+from hotswap.plugins.quantization.grouped import GROUP, Groups, joined
 from hotswap.plugins.quantization.kernel_linear import KernelLinear
 from hotswap.plugins.quantization.none import unquantised
 from hotswap.plugins.quantization.torch_linear import int8_linear
+
+logger = logging.getLogger(__name__)
 
 
 class GGUFOptions(FourBitOptions):
@@ -26,9 +29,10 @@ class GGUFOptions(FourBitOptions):
 class GGUFBlocks(FourBitQuantization):
     """The quantised weights of a GGUF file as it has them (llama.cpp's formats): nothing is quantised again.
 
-    Q4_0, Q4_1, Q4_K and Q8_0 are kept to the last bit; activations are brought to 8 bits, each row in groups of 32, as
-    llama.cpp does. Other formats are dequantised and kept dense, which is said at the start. Where torch's operators
-    multiply, the scales of 4-bit blocks are rounded to the dtype of the activations.
+    Q4_0, Q4_1 and Q8_0 are kept to the last bit; so are the numbers of Q4_K, whose two levels of scales are multiplied
+    out to float16. Activations are brought to 8 bits, each row in groups of 32, as llama.cpp does. Other formats are
+    dequantised and kept dense, which is said at the start. Where torch's operators multiply, the scales of 4-bit blocks
+    are rounded to the dtype of the activations.
 
     Choose it for a .gguf file on a CPU: the file's own loss and hardly another, and the least to read for each token.
     """
@@ -36,10 +40,17 @@ class GGUFBlocks(FourBitQuantization):
     Options = GGUFOptions
     options: GGUFOptions
 
+    def __init__(self, options: GGUFOptions | None = None, parts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(options, parts)
+        self._told = False
+
     def support(self) -> QuantizationSupport:
         return replace(super().support(), blocks=tuple(FORMATS), needs_blocks=True)
 
     def _pack(self, weight: LinearWeight) -> Packed:
+        for name, piece in zip(weight.names, weight.pieces, strict=True):
+            if isinstance(piece, BlockRows) and not _is_grouped(piece):
+                self._tell(name, piece)
         parts = [self._pack_alike(part, bits) for part, bits in _alike(weight)]
         return parts[0] if len(parts) == 1 else Stacked(parts)
 
@@ -47,15 +58,19 @@ class GGUFBlocks(FourBitQuantization):
         """``weight``: all of its pieces in formats of so many bits; 0: none is quantised."""
         if not bits:
             return unquantised(weight)
-        pieces = [piece for piece in weight.pieces if isinstance(piece, BlockRows)]
-        groups = stacked([FORMATS[piece.type](piece.data) for piece in pieces])
-        if bits == 4:
-            return self._four_bits(groups, weight, dense_weight(weight, torch.float32))
-        if not self._no_kernels():
-            return KernelLinear(groups, weight.bias, weight.dtype)
-        if self.options.q8_0 == "dense":
-            return unquantised(weight)
-        return int8_linear(dense_weight(weight, torch.float32), weight.bias)
+        if bits == 8 and self._no_kernels():
+            return unquantised(weight) if self.options.q8_0 == "dense" else int8_linear(weight)
+        groups = joined(_converted(weight), weight.out_features)
+        return self._four_bits(groups, weight) if bits == 4 else KernelLinear(groups, weight.bias, weight.dtype)
+
+    def _tell(self, name: str, piece: BlockRows) -> None:
+        """Once: all ranks divide all layers alike."""
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%s dequantises %s, stored as %s, and all that is divided alike: this rank's columns begin within a "
+                "group of %d; a size of tensor parallelism that gives multiples of it keeps the blocks",
+                self.label, name, piece.type, GROUP)
 
 
 class Stacked:
@@ -82,7 +97,19 @@ def _alike(weight: LinearWeight) -> Iterator[tuple[LinearWeight, int]]:
 
 
 def _bits(piece: torch.Tensor | BlockRows) -> int:
-    return 0 if isinstance(piece, torch.Tensor) else int(piece.type[1])
+    return FORMATS[piece.type].bits if isinstance(piece, BlockRows) and _is_grouped(piece) else 0
+
+
+def _is_grouped(blocks: BlockRows) -> bool:
+    """Whether the part of the columns begins with a group."""
+    return blocks.first % GROUP == 0
+
+
+def _converted(weight: LinearWeight) -> Iterator[Groups]:
+    """Some rows at a time; all pieces are blocks."""
+    for part in row_parts(weight):
+        assert isinstance(part, BlockRows)
+        yield FORMATS[part.type].read(part.data).columns(part.first, part.shape[1])
 
 
 def _halves(blocks: torch.Tensor, columns: slice) -> torch.Tensor:
@@ -130,5 +157,12 @@ def q8_0(data: torch.Tensor) -> Groups:
     return Groups(numbers.flatten(1), scales, -128 * scales, 8)
 
 
-FORMATS: dict[str, Callable[[torch.Tensor], Groups]] = {"Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k, "Q8_0": q8_0}
-"""By format: bytes uint8 [O, bytes of a row] -> groups of 32."""
+class Format(NamedTuple):
+    """``read``: bytes uint8 [O, bytes of a row] -> groups of 32 numbers of ``bits``."""
+
+    bits: int
+    read: Callable[[torch.Tensor], Groups]
+
+
+FORMATS = {"Q4_0": Format(4, q4_0), "Q4_1": Format(4, q4_1), "Q4_K": Format(4, q4_k), "Q8_0": Format(8, q8_0)}
+"""By llama.cpp's names."""

@@ -3,11 +3,14 @@
 Legend of shapes: I input features, O output features, G = I / 32 groups of an output feature, rounded up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+
+from hotswap.core.interfaces.quantization import LinearWeight
+from hotswap.core.modeling.linear import dense_parts
 
 GROUP = 32
 
@@ -25,6 +28,16 @@ class Groups:
     least: torch.Tensor
     bits: int
 
+    def rows(self, rows: slice) -> "Groups":
+        """Some of the output features, in the same memory."""
+        return Groups(self.numbers[rows], self.scales[rows], self.least[rows], self.bits)
+
+    def columns(self, first: int, width: int) -> "Groups":
+        """Some of the input features, in the same memory: ``first`` is the first one of a group."""
+        groups = slice(first // GROUP, -(-(first + width) // GROUP))
+        return Groups(
+            self.numbers[:, first : first + width], self.scales[:, groups], self.least[:, groups], self.bits)
+
     def dense(self) -> torch.Tensor:
         """[O, I] float32."""
         scales, least = (
@@ -32,11 +45,27 @@ class Groups:
         return self.numbers * scales + least
 
 
-def stacked(parts: Sequence[Groups]) -> Groups:
-    """One below the other; all of as many bits."""
-    numbers, scales, least = (torch.cat([getattr(part, name) for part in parts]) for name in (
-        "numbers", "scales", "least"))
-    return Groups(numbers, scales, least, parts[0].bits)
+def joined(parts: Iterable[Groups], out_features: int) -> Groups:
+    """One below the other, ``out_features`` in all, of as many bits each. Of an iterator, one part at a time is in
+    memory."""
+    whole, start = None, 0
+    for part in parts:
+        if whole is None:
+            numbers, scales, least = (
+                each.new_empty(out_features, each.shape[1]) for each in (part.numbers, part.scales, part.least))
+            whole = Groups(numbers, scales, least, part.bits)
+        place = whole.rows(slice(start, start + len(part.numbers)))
+        place.numbers.copy_(part.numbers)
+        place.scales.copy_(part.scales)
+        place.least.copy_(part.least)
+        start += len(part.numbers)
+    assert whole is not None, "a layer without projections"
+    return whole
+
+
+def quantize_weight(weight: LinearWeight, bits: int) -> Groups:
+    """See :func:`quantize_groups`; some rows at a time."""
+    return joined((quantize_groups(part.float(), bits) for part in dense_parts(weight)), weight.out_features)
 
 
 def quantize_groups(dense: torch.Tensor, bits: int) -> Groups:

@@ -2,14 +2,9 @@
 
 from dataclasses import replace
 
-import torch
-
 from hotswap.core.interfaces.quantization import LinearWeight, Packed, QuantizationSupport
-from hotswap.core.modeling.linear import dense_weight
 from hotswap.plugins.quantization.base import FourBitQuantization
-from hotswap.plugins.quantization.grouped import quantize_groups
-from hotswap.plugins.quantization.kernel_linear import KernelLinear
-from hotswap.plugins.quantization.torch_linear import int8_linear
+from hotswap.plugins.quantization.grouped import quantize_weight
 
 ROUNDING = 0.12
 """Of normally distributed weights in groups of 32."""
@@ -29,9 +24,4 @@ class Int4(FourBitQuantization):
         return replace(super().support(), rounding=ROUNDING)
 
     def _pack(self, weight: LinearWeight) -> Packed:
-        dense = dense_weight(weight, torch.float32)
-        if not weight.head:
-            return self._four_bits(quantize_groups(dense, 4), weight, dense)
-        if self._no_kernels():
-            return int8_linear(dense, weight.bias)
-        return KernelLinear(quantize_groups(dense, 8), weight.bias, weight.dtype)
+        return self._eight_bits(weight) if weight.head else self._four_bits(quantize_weight(weight, 4), weight)

@@ -1,13 +1,7 @@
 """8-bit weights times 8-bit activations."""
 
-import torch
-
 from hotswap.core.interfaces.quantization import LinearWeight, Packed
-from hotswap.core.modeling.linear import dense_weight
 from hotswap.plugins.quantization.base import CPUQuantization
-from hotswap.plugins.quantization.grouped import quantize_groups
-from hotswap.plugins.quantization.kernel_linear import KernelLinear
-from hotswap.plugins.quantization.torch_linear import int8_linear
 
 
 class Int8(CPUQuantization):
@@ -20,7 +14,4 @@ class Int8(CPUQuantization):
     """
 
     def _pack(self, weight: LinearWeight) -> Packed:
-        dense = dense_weight(weight, torch.float32)
-        if self._no_kernels():
-            return int8_linear(dense, weight.bias)
-        return KernelLinear(quantize_groups(dense, 8), weight.bias, weight.dtype)
+        return self._eight_bits(weight)

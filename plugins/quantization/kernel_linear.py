@@ -10,11 +10,11 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
-from hotswap.core.modeling.linear import tensor_bytes
+from hotswap.core.modeling.linear import PART_VALUES, tensor_bytes
 from hotswap.plugins.cpu import linear_words as w
 from hotswap.plugins.cpu.team import Kernel, compile_kernels, team_note
 from hotswap.plugins.quantization.grouped import GROUP, Groups
-from hotswap.plugins.quantization.operators import processor_has
+from hotswap.plugins.quantization.torch_support import processor_has
 
 _WORDS = struct.Struct(f"{w.COUNTERS}q{w.NUM_WORDS - w.COUNTERS}q")
 _COUNTERS = (0,) * w.COUNTERS
@@ -81,7 +81,16 @@ class _Words(threading.local):
 
 
 def tiles(groups: Groups) -> torch.Tensor:
-    """uint8 [tiles, G, bytes of a block], as :mod:`hotswap.plugins.cpu.linear_words` says."""
+    """uint8 [tiles, G, bytes of a block], as :mod:`hotswap.plugins.cpu.linear_words` says; made some at a time."""
+    count, num_groups = -(-len(groups.numbers) // w.TILE), groups.scales.shape[1]
+    packed = torch.empty(count, num_groups, w.block_bytes(groups.bits), dtype=torch.uint8)
+    some = max(1, PART_VALUES // (num_groups * GROUP * w.TILE))
+    for first in range(0, count, some):
+        packed[first : first + some] = _some_tiles(groups.rows(slice(first * w.TILE, (first + some) * w.TILE)))
+    return packed
+
+
+def _some_tiles(groups: Groups) -> torch.Tensor:
     outputs, inputs = groups.numbers.shape
     more = (0, -inputs % GROUP, 0, -outputs % w.TILE)
     padded = functional.pad(groups.numbers, more)

@@ -5,7 +5,7 @@ import torch
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.quantization import LinearWeight, Packed, Quantization, QuantizationSupport
 from hotswap.core.modeling.linear import DenseLinear, dense_weight, tensor_bytes
-from hotswap.plugins.quantization.operators import BFLOAT16, lacking, needed, no_onednn, operator, processor_has
+from hotswap.plugins.quantization.torch_support import BFLOAT16, lacking, needed, no_onednn, operator, processor_has
 
 _REORDER, _MULTIPLY = "mkldnn._reorder_linear_weight", "mkldnn._linear_pointwise"
 

@@ -6,9 +6,10 @@ Legend of shapes: T rows, I input features, O output features, G = I / 32 groups
 import torch
 from torch.nn import functional
 
-from hotswap.core.modeling.linear import tensor_bytes
+from hotswap.core.interfaces.quantization import LinearWeight
+from hotswap.core.modeling.linear import PART_VALUES, dense_parts, tensor_bytes
 from hotswap.plugins.quantization.grouped import GROUP, Groups
-from hotswap.plugins.quantization.operators import INT8, lacking, needed, no_onednn, processor_has
+from hotswap.plugins.quantization.torch_support import INT8, lacking, needed, no_onednn, processor_has
 
 LARGEST = 127
 """Of the 8-bit numbers, symmetric around 0."""
@@ -20,8 +21,8 @@ _PREPACK_8, _MULTIPLY_8 = "onednn.qlinear_prepack", "onednn.qlinear_pointwise"
 _PACK_4, _MULTIPLY_4 = "aten._convert_weight_to_int4pack_for_cpu", "aten._weight_int4pack_mm_for_cpu"
 _TILE_ROWS = 16
 """The 4-bit product takes a multiple of so many output features."""
-_PART_ROWS = 4096
-"""Packed at a time, since each number takes four bytes meanwhile; a multiple of the rows in one of its blocks."""
+_BLOCK_ROWS = 64
+"""It is laid out in blocks of so many output features, or a divisor of it."""
 
 
 def no_int8_products() -> str:
@@ -42,10 +43,13 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / scales).round_(), scales
 
 
-def int8_linear(dense: torch.Tensor, bias: torch.Tensor | None) -> "Int8Linear | WidenedLinear":
-    """dense [O, I] float32."""
-    rows, scales = quantize_rows(dense)
-    return (WidenedLinear if no_int8_products() else Int8Linear)(rows.to(torch.int8), scales, bias)
+def int8_linear(weight: LinearWeight) -> "Int8Linear | WidenedLinear":
+    rows = torch.empty(weight.out_features, weight.in_features, dtype=torch.int8)
+    scales, start = torch.empty(weight.out_features, 1), 0
+    for part in dense_parts(weight):
+        place = slice(start, start := start + len(part))
+        rows[place], scales[place] = quantize_rows(part)
+    return (WidenedLinear if no_int8_products() else Int8Linear)(rows, scales, weight.bias)
 
 
 class Int8Linear:
@@ -95,8 +99,9 @@ class Int4Linear:
             functional.pad(x, more).to(dtype).t() for x in (groups.scales, groups.least + 8 * groups.scales))
         self._scales_zeros = torch.stack([scales, zeros], -1).contiguous()  # [G, O, 2]
         numbers, pack = functional.pad(groups.numbers, more), needed(_PACK_4)
+        rows = max(1, PART_VALUES // (_BLOCK_ROWS * numbers.shape[1])) * _BLOCK_ROWS
         self._weight = torch.cat([
-            pack(numbers[first : first + _PART_ROWS].int(), 1) for first in range(0, len(numbers), _PART_ROWS)])
+            pack(numbers[first : first + rows].int(), 1) for first in range(0, len(numbers), rows)])
         self.nbytes = tensor_bytes(self._weight, self._scales_zeros, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,8 @@ def test_it_supports_what_both_do():
     ).support()
     assert support == AttentionSupport(
         devices=("cuda", "cpu"), dtypes=("float32",), head_dims=(64, 80), page_sizes=(16, 32), layouts=(NHD, HND),
-        needs_clean_pages=True, leaves_clean_pages=True, windows=True, softcap=False, graph_level=GraphLevel.NEVER, rounding=1e-3)
+        needs_clean_pages=True, leaves_clean_pages=True, windows=True, softcap=False, graph_level=GraphLevel.NEVER,
+        rounding=1e-3)
 
 
 @pytest.mark.parametrize(("what", "prefill", "decode", "sides"), [

@@ -476,6 +476,14 @@ class OneLayerLate(REGISTRY.load("model", "LlamaForCausalLM")):
         return x
 
 
+class ForgetsTheHead(T.model.MyPart):
+    """it does not list a layer whose weights a quantization is given"""
+
+    @classmethod
+    def linear_layers(cls, config, matrices):
+        return [name for name in super().linear_layers(config, matrices) if name != "lm_head"]
+
+
 # ---------------------------------------------------------------------- quantization
 
 
@@ -546,6 +554,14 @@ class ScalesInPlace(T.quantization.MyPart):
         packed = super().pack(weight)
         weight.pieces[0].div_(2)
         return packed
+
+
+class FromTheFirst(REGISTRY.load("quantization", "gguf")):
+    """a part of a file's columns is read from the beginning of a block"""
+
+    def pack(self, weight):
+        return super().pack(replace(weight, pieces=tuple(
+            piece if isinstance(piece, torch.Tensor) else replace(piece, first=0) for piece in weight.pieces)))
 
 
 class DividesByNothing(Packs):
@@ -1114,6 +1130,7 @@ FAULTS: dict[str, dict[type, str]] = {
         OneAttendForAll: "test_engines_of_one_process_may_share_it_where_its_facts_say_so",
         OneLayerLate: "test_hidden_states_are_those_that_their_names_say",
         HalfTheBytes: "test_its_facts_come_from_the_config_alone_and_agree_with_what_it_builds",
+        ForgetsTheHead: "test_it_lists_the_layers_that_a_quantization_is_given",
     },
     "quantization": {
         NoBias: "test_every_product_is_the_dense_one_within_the_declared_rounding",
@@ -1123,6 +1140,7 @@ FAULTS: dict[str, dict[type, str]] = {
         HalfTheMemory: "test_it_says_how_much_memory_it_holds",
         LooksBack: "test_what_it_was_given_may_change_afterwards",
         ScalesInPlace: "test_packing_leaves_the_weights_alone",
+        FromTheFirst: "test_every_product_is_the_dense_one_within_the_declared_rounding",
         DividesByNothing: "test_nothing_times_anything_is_nothing",
     },
     "operators": {

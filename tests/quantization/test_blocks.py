@@ -1,5 +1,7 @@
 """GGUF blocks are computed with as they are, and reach a rank as its part of the tensor, rows in our order."""
 
+import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,8 @@ from hotswap.plugins.quantization.torch_linear import Int4Linear
 def test_numbers_scales_and_least_values_are_exactly_what_the_blocks_stand_for(name):
     """Q4_K has products of two scales, which are rounded to float16."""
     blocks = random_blocks(name, 48, 512)
-    groups = FORMATS[name](blocks.data)
+    groups = FORMATS[name].read(blocks.data)
+    assert groups.bits == FORMATS[name].bits
     assert groups.numbers.dtype == torch.uint8 and int(groups.numbers.max()) < 1 << groups.bits
     for values in (groups.scales, groups.least):
         assert torch.equal(values.half().float(), values), "the kernels keep float16"
@@ -32,7 +35,7 @@ def test_torch_s_product_is_that_of_the_same_weights_up_to_the_rounding_of_scale
     """In float32 nothing is rounded; in bfloat16 scales and zeros, each to 8 bits."""
     blocks = random_blocks(name, 48, 512)
     for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
-        groups = FORMATS[name](blocks.data)
+        groups = FORMATS[name].read(blocks.data)
         values, exact = Int4Linear(groups, None, dtype)(torch.eye(512, dtype=dtype)).T.float(), groups.dense()
         assert (values - exact).norm() / exact.norm() <= allowed
 
@@ -58,13 +61,66 @@ def test_rows_come_in_our_order_and_a_part_of_them_is_a_part_of_the_blocks(make_
         assert torch.equal(blocks.dequantize(), dense)
 
 
-def test_a_part_of_the_columns_is_whole_blocks_or_dense(make_gguf):
-    path, name, shape = make_gguf(), "model.layers.0.mlp.down_proj.weight", (64, 128)
-    dense = open_checkpoint(str(path), progress=False).weights().take(name, shape)
-    half = weights_of(path).take_rows(name, shape, 1, Shard(64, 64))
-    assert half.shape == (64, 64) and torch.equal(half.dequantize(), dense[:, 64:])
-    odd = weights_of(path).take_rows(name, shape, 1, Shard(48, 32))
-    assert torch.equal(odd, dense[:, 48:80])
+@pytest.mark.parametrize(("part", "stored"), [((64, 64), 64), ((96, 32), 32), ((48, 32), 64), ((5, 100), 128)])
+def test_a_part_of_the_columns_is_the_blocks_in_which_it_lies(make_gguf, part, stored):
+    path, name, shape, shard = make_gguf(), "model.layers.0.mlp.down_proj.weight", (64, 128), Shard(*part)
+    dense = open_checkpoint(str(path), progress=False).weights().take(name, shape)[:, shard.start : shard.stop]
+    blocks = weights_of(path).take_rows(name, shape, 1, shard)
+    assert (blocks.type, blocks.shape) == ("Q4_1", (64, shard.count)) and torch.equal(blocks.dequantize(), dense)
+    assert blocks.data.shape == (64, stored // blocks.block_values * blocks.block_bytes), "more than it touches"
+    taken = open_checkpoint(str(path), progress=False).weights().take(name, shape, 1, shard)
+    assert torch.equal(taken, dense)
+
+
+@pytest.mark.parametrize("part", [None, Shard(0, 32), Shard(32, 32)])
+def test_only_a_part_of_the_file_is_copied_for_a_part_of_a_tensor(make_gguf, part, monkeypatch):
+    """And the formats that are taken as they are stored are asked for once."""
+    asked, read, from_numpy = [], [], torch.from_numpy
+
+    def support():
+        asked.append(1)
+        return QuantizationSupport(blocks=("Q4_1",))
+
+    def counted(array):
+        read.append(array.nbytes)
+        return from_numpy(array)
+
+    weights = open_checkpoint(str(make_gguf()), progress=False).weights()
+    weights.quantization = SimpleNamespace(support=support)
+    monkeypatch.setattr(torch, "from_numpy", counted)
+    for name in ("q_proj", "o_proj"):
+        weights.take_rows(f"model.layers.1.self_attn.{name}.weight", (64, 64), 0, part)
+    assert len(asked) == 1
+    rows = part.count if part else 64
+    assert read == [rows * 2 * 20] * 2, "blocks of 20 bytes hold 32 values"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_part_that_ends_within_a_block_is_multiplied_as_it_is_stored(name, kernels, caplog):
+    """Blocks of 256 hold 8 groups, of which tensor parallelism may leave 5."""
+    quantization = build("quantization", "gguf", kernels=kernels, many_rows=None)
+    whole = random_blocks(name, 64, 512)
+    part = replace(whole, first=96, width=320)
+    weight = LinearWeight(("a",), (part,), None, torch.float32, "cpu")
+    packed, x = quantization.pack(weight), random_rows(3, 320, 6)
+    expected, size = product(weight, x)
+    assert (packed(x).double() - expected).norm() / size <= 0.02
+    assert packed.nbytes < 64 * 320 * 2, "it was dequantised"
+    assert not caplog.records
+
+
+def test_a_part_that_begins_within_a_group_is_dequantised_and_that_is_said_once(caplog):
+    quantization = build("quantization", "gguf")
+    part = replace(random_blocks("Q4_1", 16, 128), first=48, width=32)
+    weight = LinearWeight(("model.layers.0.mlp.down_proj",), (part,), None, torch.float32, "cpu")
+    x = random_rows(3, 32, 6)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = quantization.pack(weight)(x).double()
+            torch.testing.assert_close(found, product(weight, x)[0], rtol=1e-4, atol=1e-4)
+    [told] = caplog.messages
+    assert "dequantises model.layers.0.mlp.down_proj, stored as Q4_1" in told and "group of 32" in told
 
 
 def test_formats_that_it_does_not_take_come_dequantised(make_gguf):

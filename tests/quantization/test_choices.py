@@ -10,9 +10,9 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.modeling.checkpoint import open_checkpoint
 from hotswap.core.modeling.packing import check_quantization
 from hotswap.core.registry import Registry
-from hotswap.core.testing.checkpoints import tiny_checkpoint
+from hotswap.core.testing.checkpoints import LLAMA, tiny_checkpoint
 from hotswap.core.testing.rig import build
-from hotswap.plugins.quantization import operators
+from hotswap.plugins.quantization import torch_support
 from hotswap.plugins.quantization.kernel_linear import no_kernels
 from hotswap.plugins.quantization.none import no_bfloat16_kernels
 
@@ -37,7 +37,7 @@ def test_a_model_whose_layers_are_not_ours_is_refused(tmp_path):
     model = tiny_checkpoint(tmp_path)
     told = refusal(model, quantization="int8", model={"path": str(model), "use": "transformers"})
     assert "quantization:int8 requires 'packed_weights' of the model" in told
-    assert "model:transformers offers any_architecture; change quantization, or the model component" in told
+    assert "offers any_architecture. Change the quantization, or the model component." in told
 
 
 @pytest.mark.parametrize("use", ["int8", "int4", "gguf"])
@@ -50,14 +50,59 @@ def test_a_dtype_or_a_device_for_which_there_is_nothing_is_found_by_the_check(us
 
 def test_a_dtype_that_follows_from_the_checkpoint_is_refused_at_the_start(tmp_path):
     checkpoint = open_checkpoint(str(tiny_checkpoint(tmp_path)), progress=False)
-    with pytest.raises(ConfigError, match="speculator.quantization: quantization:int8 does not take the dtype float16"):
+    with pytest.raises(ConfigError) as refused:
         check_quantization(build("quantization", "int8"), checkpoint, None, "cpu", "float16", "speculator.quantization")
+    assert str(refused.value) == (
+        "speculator.quantization: quantization:int8 does not take the dtype 'float16', but float32, bfloat16. Change "
+        "it, or speculator.quantization.")
 
 
 def test_a_draft_model_has_a_quantization_of_its_own_which_is_checked(tmp_path):
     model = tiny_checkpoint(tmp_path / "m")
     told = refusal(model, speculator={"use": "draft", "model": str(model), "quantization": "gguf"})
     assert told.startswith("speculator.quantization: quantization:gguf keeps the quantised blocks")
+
+
+def test_what_a_draft_model_s_quantization_lacks_is_told_under_its_own_path(make_gguf, monkeypatch):
+    """Operators, or layers that it can pack: whoever named another would change the model's quantization."""
+    checkpoint = open_checkpoint(str(make_gguf()), progress=False)
+    fallback, path = build("model", "transformers"), "speculator.quantization"
+    with pytest.raises(ConfigError) as refused:
+        check_quantization(build("quantization", "int8"), checkpoint, fallback, "cpu", "float32", path)
+    assert str(refused.value).startswith(f"{path}: quantization:int8 requires 'packed_weights' of the model")
+    assert "quantization, or the model component" in str(refused.value)
+    monkeypatch.setattr(torch_support, "operator", lambda name: None)
+    with pytest.raises(ConfigError) as refused:
+        check_quantization(build("quantization", "int4", kernels="torch"), checkpoint, None, "cpu", "float32", path)
+    assert str(refused.value).startswith(f"{path}: quantization:int4 cannot multiply 4-bit weights")
+
+
+LAYERS = (
+    "lm_head, model.layers.*.mlp.down_proj, model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj, "
+    "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.o_proj, model.layers.*.self_attn.q_proj, "
+    "model.layers.*.self_attn.v_proj")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pattern_that_fits_no_layer_is_refused_with_the_names_that_there_are(tmp_path, tied):
+    """The embedding is in the checkpoint, and no linear layer."""
+    path = tiny_checkpoint(tmp_path, LLAMA | {"tie_word_embeddings": tied})
+    for pattern, hint in (("lm_haed", " Did you mean 'lm_head'?"), ("*.down-proj", ""), ("model.embed_tokens", "")):
+        told = refusal(path, quantization={"use": "int8", "keep": ["*.q_proj", pattern]})
+        assert told == f"quantization.keep[1]: {pattern!r} fits no linear layer of {path}.{hint} There are {LAYERS}."
+    told = refusal(path, quantization={"use": "int8", "keep": ["x", "y"]})
+    assert "quantization.keep[0]: 'x' fits" in told and "quantization.keep[1]: 'y' fits" in told
+    told = refusal(path, speculator={
+        "use": "draft", "model": str(path), "quantization": {"use": "int4", "keep": ["head"]}})
+    assert told.startswith("speculator.quantization.keep[0]: 'head' fits no linear layer")
+
+
+@pytest.mark.parametrize("keep", [["lm_head"], ["*.down_proj", "model.layers.1.*", "lm_*"]])
+def test_patterns_that_fit_are_taken(make_gguf, keep):
+    for tied in (False, True):
+        checkpoint = open_checkpoint(str(make_gguf(tied=tied)), progress=False)
+        check_quantization(
+            build("quantization", "int8", keep=keep), checkpoint, build("model", "LlamaForCausalLM"), "cpu", "float32")
 
 
 def notes(make_gguf, use, dtype="bfloat16", matrices="Q4_1", **options):
@@ -101,7 +146,7 @@ def test_torch_s_operators_may_be_asked_for(make_gguf):
 
 
 def test_an_operator_that_this_torch_lacks_is_named(make_gguf, monkeypatch):
-    monkeypatch.setattr(operators, "operator", lambda name: None)
+    monkeypatch.setattr(torch_support, "operator", lambda name: None)
     for use in ("int4", "gguf"):
         with pytest.raises(ConfigError) as refused:
             notes(make_gguf, use, kernels="torch")

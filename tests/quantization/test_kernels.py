@@ -38,7 +38,7 @@ def test_products_are_exact_but_for_the_rounding_of_rows(bits, shape):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_company(name, dtype):
-    layer = KernelLinear(FORMATS[name](random_blocks(name, 200, 512).data), None, dtype)
+    layer = KernelLinear(FORMATS[name].read(random_blocks(name, 200, 512).data), None, dtype)
     x = random_rows(37, 512, 3).to(dtype)
     together = layer(x)
     for count in (1, 2, 3, 4, 7, 8, 11, 23):

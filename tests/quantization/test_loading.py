@@ -1,8 +1,11 @@
 """A model is packed while it is loaded: one layer at a time, into less memory than bfloat16, on any mesh."""
 
 import json
+import tracemalloc
 import weakref
 from collections import Counter
+from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -11,12 +14,13 @@ from hotswap.core.errors import ComponentError, ModelLoadError
 from hotswap.core.execution.builder import SharedModels, WorkerBuilder, builder_from
 from hotswap.core.execution.settings import WorkerSettings
 from hotswap.core.interfaces.parallel import MeshDim, RankPlan
-from hotswap.core.interfaces.quantization import Quantization, QuantizationSupport
+from hotswap.core.interfaces.quantization import LinearWeight, Quantization, QuantizationSupport
 from hotswap.core.modeling.checkpoint import open_checkpoint
 from hotswap.core.modeling.linear import DenseLinear
 from hotswap.core.modeling.mesh import LOCAL_MESH
 from hotswap.core.testing.checkpoints import LLAMA, tiny_checkpoint
 from hotswap.core.testing.dense import logits_of, on_ranks
+from hotswap.core.testing.quantization import held_bytes, random_blocks
 from hotswap.core.testing.rig import build
 
 IDS = [3, 9, 4, 9, 2, 7, 7, 1, 12, 5, 8, 8, 0, 11, 3, 9]
@@ -96,11 +100,67 @@ def test_packed_weights_take_less_than_bfloat16_would(make_gguf, tied):
                  for name in open_checkpoint(str(path)).weights().names())
     assert dense == 2 * values, "a tied head that is not packed shares the table"
     for use in ("int8", "int4", "gguf"):
-        _, packed = load(path, build("quantization", use), torch.bfloat16)
-        assert packed < dense, f"{use}: {packed} bytes, and bfloat16 takes {dense}"
+        for kernels in ("auto", "torch"):  # torch's operators have two forms of 4-bit weights
+            _, packed = load(path, build("quantization", use, kernels=kernels), torch.bfloat16)
+            assert packed < dense, f"{use} by {kernels}: {packed} bytes, and bfloat16 takes {dense}"
     prepacked = load(path, build("quantization", "none"), torch.bfloat16)[1]
     table = 2 * LLAMA["vocab_size"] * 64
     assert dense + table * tied <= prepacked < 1.1 * dense, "a copy of a tied head, and some padding"
+
+
+def test_a_head_is_kept_by_its_name_though_it_is_tied(tmp_path):
+    path = tiny_checkpoint(tmp_path, LLAMA | {"tie_word_embeddings": True})
+    model, _ = load(path, build("quantization", "int8", keep=["lm_head"]))
+    assert model.lm_head.linear.weight is model.embedding.weight
+    assert not isinstance(model.layers[0].out.linear, DenseLinear)
+
+
+def test_a_bias_is_counted_once(tmp_path):
+    """It is taken from the checkpoint, and a packed layer counts what it keeps of it."""
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_checkpoint(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True})
+    tensors = load_file(path / "model.safetensors")
+    biases = {name.replace("weight", "bias"): x[:, 0].clone() for name, x in tensors.items() if "_proj" in name}
+    save_file(tensors | biases, path / "model.safetensors", {"format": "pt"})
+    _, num_bytes = load(path, build("quantization", "none", prepack=False))
+    assert num_bytes == 4 * sum(tensor.numel() for tensor in (*tensors.values(), *biases.values()))
+    for use in ("none", "int8"):
+        model, num_bytes = load(path, build("quantization", use), torch.bfloat16)
+        held = held_bytes([model.embedding, model.layers, model.norm, model.lm_head])
+        assert num_bytes == pytest.approx(held, rel=0.02), use
+
+
+def test_what_packing_takes_beside_the_layer_does_not_grow_like_it_in_floating_point(monkeypatch):
+    """Rows are quantised some at a time: of 4 million weights there are never all in float32."""
+    outputs, inputs, part = 2048, 2048, 1 << 17
+    for module in ("core.modeling.linear", "plugins.quantization.kernel_linear", "plugins.quantization.torch_linear"):
+        monkeypatch.setattr(f"hotswap.{module}.PART_VALUES", part)
+    dense = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+    blocks = random_blocks("Q4_1", outputs, inputs)
+    forms = [(use, kernels, dense) for use in ("int8", "int4") for kernels in ("auto", "torch")]
+    forms += [("gguf", kernels, blocks) for kernels in ("auto", "torch")]
+    for use, kernels, piece in forms:
+        quantization = build("quantization", use, kernels=kernels)
+        quantization.pack(LinearWeight(("warm",), (piece[:16],), None, torch.bfloat16, "cpu"))
+        weight = LinearWeight(("a",), (piece,), None, torch.bfloat16, "cpu")
+        packed, peak = with_peak(partial(quantization.pack, weight))
+        own, on_the_way = outputs * inputs * 1.5, 40 * part  # numbers and scales that become the packed form; a part's
+        assert peak <= packed.nbytes + own + on_the_way, (
+            f"{use} by {kernels}: {peak / 1e6:.0f} MB for a form of {packed.nbytes / 1e6:.0f} MB")
+
+
+def with_peak(make):
+    """What ``make`` returns, and the most bytes that torch and numpy held meanwhile beyond what there was."""
+    tracemalloc.start()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        made = make()
+    _, by_numpy = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    changes = [(event.start_ns(), event.nbytes()) for event in profile.profiler.kineto_results.events()
+               if event.name() == "[memory]"]
+    by_torch = max(accumulate(size for _, size in sorted(changes)))
+    return made, by_torch + by_numpy
 
 
 def test_a_head_that_is_written_twice_must_be_the_table(tmp_path):

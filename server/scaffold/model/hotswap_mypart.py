@@ -1,5 +1,6 @@
 """A model: the layers of one family, written with logical axes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ class MyPart(Model):
                   "mlp": config["intermediate_size"], "vocab": config["vocab_size"]},
             concurrent=True)
 
+    @classmethod
+    def linear_layers(cls, config: dict[str, Any], matrices: Sequence[str]) -> Sequence[str]:
+        """By these names options of a quantization speak of its layers. A tied head has no tensor, but a name."""
+        return [*(name for name in matrices if name.endswith("_proj")), "lm_head"]
+
     def describe(self) -> Description:
         """Its linear layers take weights in any form that a quantization makes of them."""
         return Description(offers=frozenset({PACKED_WEIGHTS}))
@@ -83,7 +89,7 @@ class MyPart(Model):
             gate_up.load(weights, f"{layer}mlp.")
             down.load(weights, f"{layer}mlp.down_proj")
         self.norm.load(weights, "model.norm")
-        self.lm_head.load(weights, "model.embed_tokens" if self.tied else "lm_head")
+        self.lm_head.load(weights, "lm_head", "model.embed_tokens" if self.tied else None)
         weights.finish()
 
     def cache_specs(self) -> list[CacheSpec]:

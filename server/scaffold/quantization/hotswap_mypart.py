@@ -1,5 +1,6 @@
 """A quantization: the form in which linear layers keep their weights."""
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -35,6 +36,10 @@ class MyPart(Quantization):
     def support(self) -> QuantizationSupport:
         """Any device. ``rounding`` is what the kit holds its products against, beyond the dtype's own."""
         return QuantizationSupport(dtypes=("float32", "bfloat16"), rounding=0.01)
+
+    def patterns(self) -> Mapping[str, str]:
+        """Where options name layers: a pattern that fits none is refused at the start."""
+        return {f"keep[{number}]": pattern for number, pattern in enumerate(self.options.keep)}
 
     def pack(self, weight: LinearWeight) -> Packed:
         """``weight.pieces`` are as the checkpoint stores them; ``dense_weight`` joins them."""
