@@ -96,7 +96,7 @@ class TokenChooser:
         batch = self._batch(names, rows, len(logits))
         processed = bool(self._wanted) and not self._wanted.keys().isdisjoint(names)
         scored = [row for row, new in enumerate(rows.requests) if new.sampling.logprobs is not None]
-        if not (batch.groups or processed or scored):
+        if not (processed or scored):
             return self._pick(logits, batch, rows, probs)
         logits, starts = logits.float(), np.cumsum([0, *rows.widths]).tolist()
         raw = {row: self._raw_rows(logits[starts[row] : starts[row + 1]], names[row]) for row in scored}

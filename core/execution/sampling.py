@@ -19,6 +19,7 @@ import torch
 
 from hotswap.core.execution.greedy import most_probable
 from hotswap.core.execution.randomness import Array, Stream, uniforms
+from hotswap.core.execution.selecting import best_of, pick
 from hotswap.core.request import SamplingParams
 
 _ONE = 2.0**40
@@ -39,8 +40,8 @@ _COLUMNS = np.dtype([
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of a batch that take the same path. ``rows`` [n] int64; ``parameters`` [n, 5] float64, infinity being
-    top-k, top-p or typical turned off; ``filtered``: any of these three is on."""
+    """Rows of a batch that take the same path. ``rows`` [n] int64, rising; ``parameters`` [n, 5] float64, infinity
+    being top-k, top-p or typical turned off; ``filtered``: top-k or top-p is on; ``uses_mass``: top-k is not."""
 
     rows: torch.Tensor
     parameters: torch.Tensor
@@ -153,14 +154,17 @@ def _record(params: SamplingParams, seed: int) -> tuple[Any, ...]:
     top_k = float(params.top_k) if params.top_k > 0 else inf
     top_p, typical_p = (p if p < 1.0 else inf for p in (params.top_p, params.typical_p))
     parameters = (params.temperature, top_k, top_p, params.min_p, typical_p)
-    return parameters, seed % 2**64, params.greedy, min(top_k, top_p, typical_p) < inf
+    return parameters, seed % 2**64, params.greedy, min(top_k, top_p) < inf
 
 
 def _group(columns: Array, device: torch.device) -> tuple[_Group, ...]:
-    """The rows that are not greedy: without filters that need the best tokens first, and with them."""
+    """The rows that are not greedy: without filters that need the best tokens first, and with them; of these, whether
+    the mass of all tokens has to be known."""
     groups = []
-    for filtered in (False, True):
-        rows = np.flatnonzero(~columns["greedy"] & (columns["filtered"] == filtered))
+    without_top_k = columns["parameters"][:, 1] == inf
+    for filtered, uses_mass in ((False, True), (True, False), (True, True)):
+        alike = (columns["filtered"] == filtered) & ((without_top_k == uses_mass) | (not filtered))
+        rows = np.flatnonzero(~columns["greedy"] & alike)
         if not len(rows):
             continue
         parameters = columns["parameters"][rows]
@@ -171,7 +175,7 @@ def _group(columns: Array, device: torch.device) -> tuple[_Group, ...]:
             filtered=filtered,
             cuts_min_p=bool((min_p > 0).any()),
             cuts_typical=bool((typical_p < inf).any()),
-            uses_mass=bool((top_k == inf).any()),
+            uses_mass=uses_mass,
             largest_k=int(top_k[top_k < inf].max(initial=0)),
         ))  # fmt: skip
     return tuple(groups)
@@ -225,8 +229,8 @@ class _Candidates:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, stream: Stream = Stream.SAMPLE) -> Sampled:
-    """A token for each row of ``logits`` [N, V], which is not changed. ``stream``: what the draws are for. Where every
-    row is greedy, logits may be of any floating dtype; else they are float32.
+    """A token for each row of ``logits`` [N, V], of any floating dtype, which is not changed. ``stream``: what the
+    draws are for.
 
     Greedy rows take the largest logit, the lowest id among equals. The others depend on their logits, parameters, seed
     and position only. Rows with NaN or +inf, or with -inf throughout, are faults of their own.
@@ -234,7 +238,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, stream: Stream = Stream.S
     if batch.greedy.any():
         tokens, best = most_probable(logits)
     else:
-        best = logits.amax(-1)
+        best = logits.amax(-1).float()
         tokens = torch.zeros_like(best, dtype=torch.int64)
     if batch.groups:
         draws = torch.from_numpy(batch.uniforms(stream)).to(logits.device)
@@ -248,23 +252,13 @@ def processed_probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
     Faulty rows hold NaN.
     """
-    probs = torch.zeros_like(logits)
+    probs = torch.zeros_like(logits, dtype=torch.float32)
     tokens, best = most_probable(logits)
     if batch.greedy.any():
         probs.scatter_(1, tokens[:, None], 1.0)
     for rows, candidates in _candidates(logits, best, batch):
         probs[rows] = candidates.probs(logits.shape[1])
     return probs.masked_fill_(~best.isfinite()[:, None], torch.nan)
-
-
-def pick(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Indices [n] into ``weights`` [n, K] int64, each with its weight's share of the row: the first whose running sum
-    exceeds the draw's part of the total. Never one of weight zero, except in a row of zeros, where it is the last."""
-    sums = weights.cumsum(-1)
-    total = sums[:, -1:]
-    # The product may round up to the total, or beyond it where that has more than 53 bits.
-    target = torch.minimum((draws[:, None] * total).long(), total - 1)
-    return torch.searchsorted(sums, target, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
 
 
 def as_weights(probs: torch.Tensor) -> torch.Tensor:
@@ -280,12 +274,20 @@ def _candidates(
     for group in batch.groups:
         for index in torch.split(torch.arange(len(group.rows), device=logits.device), most):
             part = group if len(index) == len(group.rows) else group.take(index)
-            whole = len(part.rows) == len(logits)
-            x, top = (logits, best) if whole else (logits[part.rows], best[part.rows])
+            rows = _together(part.rows)
+            x, top = logits[rows].float(), best[rows]
             if part.filtered:
                 yield from _filtered(x, top[:, None], part)
             else:
                 yield part.rows, _Candidates(_cut_rest(_weights(x, top[:, None], part), part), None)
+
+
+def _together(rows: torch.Tensor) -> "torch.Tensor | slice":
+    """``rows``, as a slice where they are neighbours, which is not copied. On an accelerator the host would have to
+    wait to see that."""
+    if rows.device.type != "cpu" or int(rows[-1]) - int(rows[0]) != len(rows) - 1:
+        return rows
+    return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 def _weights(x: torch.Tensor, top: torch.Tensor, group: _Group) -> torch.Tensor:
@@ -315,7 +317,7 @@ def _surprisal(probs: torch.Tensor) -> torch.Tensor:
 
 
 def _filtered(x: torch.Tensor, top: torch.Tensor, group: _Group) -> Iterator[tuple[torch.Tensor, _Candidates]]:
-    """Rows with top-k, top-p or typical: best tokens first, as many as it takes.
+    """Rows with top-k or top-p: best tokens first, as many as it takes.
 
     A row is done when what top-k and top-p leave of it ends strictly above the worst token tried: then no token beyond
     those tried, and no equal of the last one kept, can matter.
@@ -326,7 +328,7 @@ def _filtered(x: torch.Tensor, top: torch.Tensor, group: _Group) -> Iterator[tup
         width = max(width, group.largest_k + 1)
         if width >= x.shape[1]:
             break
-        values, ids = _best(x, width)
+        values, ids = best_of(x, width)
         weights = _cut_top(_weights(values, top, group), mass, group)
         last_kept = (weights > 0).sum(-1, keepdim=True).sub_(1).clamp_min_(0)
         done = (values.gather(1, last_kept) > values[:, -1:]).squeeze(1)
@@ -337,19 +339,9 @@ def _filtered(x: torch.Tensor, top: torch.Tensor, group: _Group) -> Iterator[tup
         if not len(left):
             return
         x, top, mass, group = x[left], top[left], mass[left], group.take(left)
-    values, ids = _best(x, x.shape[1])
+    values, ids = best_of(x, x.shape[1])
     weights = _cut_top(_weights(values, top, group), None, group)
     yield group.rows, _Candidates(_cut_rest(weights, group), ids)
-
-
-def _best(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``width`` largest of each row and their ids, the lowest id first among equals."""
-    if width == x.shape[1]:
-        everything = torch.sort(x, dim=-1, descending=True, stable=True)
-        return everything.values, everything.indices
-    ids = x.topk(width, dim=-1, sorted=False).indices.sort(-1).values
-    values, order = torch.sort(x.gather(1, ids), dim=-1, descending=True, stable=True)
-    return values, ids.gather(1, order)
 
 
 def _cut_top(weights: torch.Tensor, mass: torch.Tensor | None, group: _Group) -> torch.Tensor:

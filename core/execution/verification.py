@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from hotswap.core.execution.randomness import Array, Stream
-from hotswap.core.execution.sampling import SamplingBatch, as_weights, pick, processed_probs, sample
+from hotswap.core.execution.sampling import SamplingBatch, as_weights, processed_probs, sample
+from hotswap.core.execution.selecting import pick
 
 _SLICE_ELEMENTS = 1 << 22
 """Most draft probabilities that are weighed at a time; each takes about 40 bytes on the way."""

@@ -13,6 +13,7 @@ from scipy import stats
 
 from hotswap.core.execution import sampling
 from hotswap.core.execution.sampling import SamplingTable, processed_probs, sample
+from hotswap.core.execution.selecting import best_of, pick
 from hotswap.core.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -196,8 +197,41 @@ def test_no_draw_picks_a_token_of_weight_zero(draw: float) -> None:
     weights[1, 3:900] = 1 << 40
     weights[2, ::7] = (1 << 53) + 1
     weights[3, 999] = 1 << 60
-    picks = sampling.pick(weights, torch.full((4,), draw, dtype=torch.float64))
+    picks = pick(weights, torch.full((4,), draw, dtype=torch.float64))
     assert (weights.gather(1, picks[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("width", [1, 2, 255, 256, 257, 700, 50_257])
+def test_a_pick_is_where_the_running_sum_of_the_whole_row_exceeds_the_draw_s_part(width: int) -> None:
+    """It adds up blocks first; sums of integers are exact, so that not one draw may fall otherwise."""
+    random = torch.Generator().manual_seed(width)
+    weights, shifts = (torch.randint(0, most, (40, width), generator=random) for most in (1 << 40, 45))
+    weights >>= shifts
+    weights[::3, : width // 2] = 0
+    weights[:, -1] += 1
+    draws = torch.rand(40, generator=random, dtype=torch.float64)
+    draws[:2] = torch.tensor([0.0, 1 - 2**-53])
+    sums = weights.cumsum(-1)
+    target = torch.minimum((draws[:, None] * sums[:, -1:]).long(), sums[:, -1:] - 1)
+    assert torch.equal(pick(weights, draws), torch.searchsorted(sums, target, right=True).squeeze(1))
+    assert pick(torch.zeros_like(weights), draws).tolist() == [0] * 40
+
+
+@pytest.mark.parametrize(("vocab_size", "width"), [(9000, 128), (8999, 100), (8192, 1), (3000, 128), (130, 130)])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_the_best_of_a_row_are_those_that_sorting_finds(vocab_size: int, width: int, rounded: bool) -> None:
+    """Of equals of the last one any may be left out; nothing that is larger may."""
+    logits = random_logits(6, vocab_size, seed=width, scale=4.0)
+    logits = logits.round() if rounded else logits  # thousands of equals
+    logits[1, :100] += 50  # many of them in few groups
+    logits[2, 20:] = -torch.inf
+    logits[3, -1] = 99.0
+    values, ids = best_of(logits, width)
+    expected = torch.sort(logits, dim=-1, descending=True, stable=True)
+    assert torch.equal(values, expected.values[:, :width]) and torch.equal(logits.gather(1, ids), values)
+    larger = values > values[:, -1:]
+    assert torch.equal(ids[larger], expected.indices[:, :width][larger])
+    assert all(len(set(row)) == width for row in ids.tolist())
 
 
 def test_only_what_a_mask_allows_is_drawn_at_any_temperature(make_batch: Any) -> None:
@@ -242,6 +276,18 @@ def test_a_table_follows_requests_that_come_go_and_return_with_other_parameters(
     assert table.batch(names[1::2], np.zeros(100)).greedy.all()
     top_two = set(logits[0].topk(2).indices.tolist())
     assert set(sample(logits[:100], table.batch(fresh, np.arange(100))).tokens.tolist()) == top_two
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_in_16_bits_are_sampled_as_in_32(dtype: torch.dtype, make_batch: Any) -> None:
+    logits = random_logits(len(COMBINATIONS) + 2, 5000).to(dtype)
+    logits[-1, 7] = torch.nan
+    for params in ([*COMBINATIONS, GREEDY, SamplingParams()], [*COMBINATIONS, *COMBINATIONS[:2]]):
+        batch = make_batch(params)
+        assert sample(logits, batch).to_host() == sample(logits.float(), batch).to_host()
+        probs = processed_probs(logits, batch)
+        assert probs.dtype == torch.float32
+        torch.testing.assert_close(probs, processed_probs(logits.float(), batch), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
