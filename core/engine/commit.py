@@ -30,8 +30,7 @@ class Committer:
         if verdict.error is None and len(verdict.rows) != len(step.states):
             verdict.error = f"the verdict has {len(verdict.rows)} rows, the message had {len(step.states)}"
         trial = self._lifecycle.trial
-        problem = verdict.error or next((row.error for row in verdict.rows if row.error is not None), None)
-        if trial is not None and (trial.void or problem is not None and trial.step_failed(problem)):
+        if trial is not None and trial.spoils(step, verdict):
             for state in step.states:
                 state.land()
         elif verdict.error is None:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from hotswap.core.blame import blame
+from hotswap.core.engine.pool import DONE, StepInFlight
 from hotswap.core.errors import EngineStoppedError, ExchangeError
 from hotswap.core.interfaces.kvcache import CacheUsage, KVCacheManager
+from hotswap.core.interfaces.messages import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ class Trial:
         self._speculator = speculator
         self.steps_left = TRIAL_STEPS
         self.problem: str | None = None
-        self.void = False
+        self._void = False
         """Steps in flight count for nothing any more: what the workers say of them cannot be trusted."""
         self._lost = False
         self._reverts_left = REVERTS
@@ -43,12 +45,18 @@ class Trial:
         self._lost |= self._kv
         self.problem = self.problem or problem
 
-    def step_failed(self, problem: str) -> bool:
-        """A step has failed. Whether that is the trial's business: its requests are then computed again."""
-        if self._workers:
-            self._lost = self.void = True
-            self.problem = self.problem or problem
-        return self._workers
+    def spoils(self, step: StepInFlight, verdict: Verdict) -> bool:
+        """Whether a step counts for nothing, so that its requests are computed again: parts of the workers are on
+        trial, and it has failed, or one before it had. What a request has brought on itself says nothing of the parts,
+        nor does a row of one that has ended."""
+        if self._workers and not self._void:
+            problem = verdict.error or next((
+                row.error for state, row in zip(step.states, verdict.rows, strict=True)
+                if row.error is not None and not row.own and state.status is not DONE), None)
+            if problem is not None:
+                self._lost = self._void = True
+                self.problem = self.problem or problem
+        return self._void
 
     def collected(self, counts: Mapping[str, int]) -> None:
         """A step with rows. A speculator that fails costs no request anything; a new one has to go all the same."""
@@ -70,9 +78,11 @@ class Trial:
         return True
 
     def cut_short(self) -> bool:
-        """Somebody else needs the place: what has gone well so far has gone well. Whether the trial is over."""
+        """Somebody else needs the place: what has gone well so far has gone well. Whether the trial is over; where a
+        part has raised it is not, and the old ones come back at the next turn of the loop, which ends if they do not.
+        """
         self.steps_left = 0
-        return self.conclude()
+        return self.problem is None and self.conclude()
 
     def let_go(self) -> None:
         """The loop has ended, and neither happens any more: what both know of it would keep it alive."""

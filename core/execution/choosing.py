@@ -14,7 +14,7 @@ from hotswap.core.errors import ComponentError
 from hotswap.core.execution.layout import IntArray, token_positions
 from hotswap.core.execution.logprobs import token_logprobs
 from hotswap.core.execution.randomness import Stream
-from hotswap.core.execution.sampling import SamplingBatch, SamplingTable, processed_probs, sample
+from hotswap.core.execution.sampling import NO_TOKEN_LEFT, SamplingBatch, SamplingTable, processed_probs, sample
 from hotswap.core.execution.verification import verify
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
@@ -50,12 +50,13 @@ class ChoiceRows(NamedTuple):
 
 @dataclass
 class Choices:
-    """By row: tokens kept, how many of them were drafts, what is wrong, and logprobs where they were asked.
-    ``distrusted``: see :class:`Verified`."""
+    """By row: tokens kept, how many of them were drafts, what is wrong, and logprobs where they were asked. ``own``:
+    rows where what is wrong is the request's own, see :class:`RowVerdict`. ``distrusted``: see :class:`Verified`."""
 
     kept: list[list[int]]
     accepted: list[int]
     errors: dict[int, str] = field(default_factory=dict)
+    own: set[int] = field(default_factory=set)
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     distrusted: int = 0
 
@@ -102,10 +103,13 @@ class TokenChooser:
         raw = {row: self._raw_rows(logits[starts[row] : starts[row + 1]], names[row]) for row in scored}
         faults = self._process(logits, names, rows, starts) if processed else {}
         choices = self._pick(logits, batch, rows, probs)
-        choices.errors |= faults
+        choices.own.update(row for row, fault in choices.errors.items()
+                           if fault == NO_TOKEN_LEFT and names[row] in self._wanted)
         for row, (name, kept) in enumerate(zip(names, choices.kept, strict=True)):
-            if row not in choices.errors and (fault := self._accept(name, kept)):
-                choices.errors[row] = fault
+            if row not in choices.errors and row not in faults and (fault := self._accept(name, kept)):
+                faults[row] = fault
+        choices.errors |= faults
+        choices.own.update(faults)
         self._score(raw, rows.requests, choices)
         return choices
 

@@ -371,9 +371,9 @@ class ModelRunner:
             verdicts[sampling[i]].logprobs = logprobs
         for i, error in choices.errors.items():
             verdict = verdicts[sampling[i]]
-            verdict.kept, verdict.error, verdict.logprobs = [], error, None
+            verdict.kept, verdict.error, verdict.own, verdict.logprobs = [], error, i in choices.own, None
             self._table.fail([verdict.request], error)
         for verdict in verdicts if self._broken else ():
             if verdict.request in self._broken:
-                verdict.kept, verdict.error = [], self._broken[verdict.request]
+                verdict.kept, verdict.error, verdict.own = [], self._broken[verdict.request], True
         return verdicts

@@ -199,12 +199,16 @@ class Sampled:
         return self.tokens.tolist(), faults
 
 
+NO_TOKEN_LEFT = (
+    "no token is left to choose: allowed_token_ids, bad_words, min_tokens and other processors exclude all; allow more "
+    "tokens"
+)
+"""The fault of a row whose logits are -inf throughout."""
+
+
 def _fault(best: float) -> str:
     if best == -inf:
-        return (
-            "no token is left to choose: allowed_token_ids, bad_words, min_tokens and other processors exclude all; "
-            "allow more tokens"
-        )
+        return NO_TOKEN_LEFT
     return "the model's logits hold NaN or infinity; the checkpoint, its dtype or a kernel is at fault"
 
 

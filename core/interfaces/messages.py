@@ -59,6 +59,8 @@ class RowVerdict:
     ``lag`` tokens behind.
 
     ``prompt_logprobs`` start at position ``prompt_logprobs_from`` of the prompt. ``error`` ends this request alone.
+    ``own``: it comes of what the request has asked for (a logits processor has raised, or leaves it no token), so that
+    no part that serves others, too, is in doubt.
     """
 
     request: str
@@ -71,6 +73,7 @@ class RowVerdict:
     prompt_logprobs: list[TokenLogprob] | None = None
     prompt_logprobs_from: int = 0
     error: str | None = None
+    own: bool = False
 
 
 class Suspended(NamedTuple):

@@ -246,13 +246,13 @@ class Replay:
             self._heads[recorded.content[page]] = tokens[length - rest : length]
 
     def _verdict(self, event: Event) -> Verdict:
-        rows = []
+        rows, own = [], frozenset(event.get("own", ()))
         for id, n_kept, drafted, accepted, computed, error, lag in event["rows"]:
             kept = list[int]()
             if (recorded := self._live.get(id)) is not None:
                 kept, recorded.tokens = _split(recorded.tokens, n_kept)
             kept += [BEYOND] * (n_kept - len(kept))
-            rows.append(RowVerdict(id, kept, computed, drafted, accepted, lag, error=error))
+            rows.append(RowVerdict(id, kept, computed, drafted, accepted, lag, error=error, own=id in own))
         return Verdict(event["step"], rows, [Suspended(*suspended) for suspended in event["suspended"]],
                        finished_transfers=[EndedTransfer(*ended) for ended in event["transfers"]],
                        error=event["error"])

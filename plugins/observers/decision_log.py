@@ -118,6 +118,7 @@ class DecisionLog(Observer):
             "verdict", time, step=verdict.step_id, duration=duration, worker=verdict.durations, error=verdict.error,
             rows=[(row.request, len(row.kept), row.drafted, row.accepted, row.computed, row.error, row.lag)
                   for row in verdict.rows],
+            own=[row.request for row in verdict.rows if row.own],
             suspended=verdict.suspended, transfers=verdict.finished_transfers, voided=voided, content=content,
             usage=(usage.held, usage.fenced, usage.cached, usage.free),
         )

@@ -626,3 +626,18 @@ def test_a_trial_that_fails_after_the_answer_takes_back_what_requests_may_ask(ru
     assert engine.generate(prompts, 8) == expected
     assert engine.built.effective()["scheduler"]["use"] == "chunked"
     assert "Own" not in engine.built.request_options
+
+
+def test_a_request_that_leaves_itself_no_token_takes_no_part_back(loaded, monkeypatch):
+    monkeypatch.setattr(exchange_module, "IDLE_S", 0.0)
+    engine, prompts, expected = loaded
+    [report] = engine.built.exchange(["attention={use: composite, prefill: torch, decode: torch}"])
+    assert not report.proven
+    fine = [{"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True} for prompt in prompts]
+    *answers, bad = engine.answer(*fine, {
+        "prompt": prompts[0], "max_tokens": 9, "min_tokens": 5, "allowed_token_ids": [7], "stop_token_ids": [7]})
+    assert "no token is left to choose" in bad.error
+    assert [answer.token_ids for answer in answers] == expected
+    assert engine.built.effective()["attention"]["use"] == "composite"
+    assert [problem for *_, problem in engine.hearing.heard] == [""]
+    engine.assert_clean()

@@ -61,6 +61,7 @@ def test_a_row_of_nan_fails_alone(make_host, reference, prompts, poison):
     host.row("sick", 3)
     rows = start(host, prompts, "ade")
     assert "NaN" in rows["sick"].error
+    assert not rows["sick"].own, "a kernel may be at fault"
     assert rows["sick"].kept == []
     for name in "ade":
         assert host.generate(name, 4) == reference.greedy(prompts[name], 5)[1:]
@@ -98,6 +99,7 @@ def test_a_row_without_candidates_fails_alone(make_host, reference, prompts):
     host = make_host(processors=[ban])
     rows = start(host, prompts, "ad")
     assert "no token is left" in rows["d"].error
+    assert rows["d"].own
     assert rows["a"].kept == reference.greedy(prompts["a"], 1)
     assert ban.kept == [("a", *rows["a"].kept)]
 
@@ -193,6 +195,7 @@ def test_a_request_that_a_processor_cannot_begin_fails_alone(make_host, referenc
     host = make_host(processors=[before, Picky()])
     rows = start(host, prompts, "dae")
     assert "logits_processor 'Picky' raised in begin: ValueError: planted" in rows["d"].error
+    assert rows["d"].own
     for name in "ae":
         assert rows[name].kept == reference.greedy(prompts[name], 1)
     host.drop("d")
@@ -235,6 +238,7 @@ def test_a_processor_that_raises_is_named_and_ends_only_the_requests_that_wanted
     assert verdict.error is None
     failed, fine = verdict.rows
     assert f"logits_processor 'Picky' raised in {method}: ValueError: planted" in failed.error
+    assert failed.own
     assert fine.error is None
     assert fine.kept == reference.greedy(prompts["b"], 1)
 
