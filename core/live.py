@@ -2,14 +2,14 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import pluggy
 
 from hotswap.core.errors import BrokenComponentError
 from hotswap.core.hooks import HookSpecs
-from hotswap.core.interfaces.component import Component
+from hotswap.core.interfaces.component import Component, RequestOptions
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +134,27 @@ class LiveComponents:
             count += 1
             label = f"{wanted}#{count}"
         return label
+
+
+class LiveRequestOptions(Mapping[str, type[RequestOptions]]):
+    """By the name of a live component that reads a part of a request's ``extra``: the model of that part."""
+
+    def __init__(self, lives: Sequence[LiveComponents]) -> None:
+        self._lives = lives
+
+    def __getitem__(self, name: str) -> type[RequestOptions]:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def _now(self) -> dict[str, type[RequestOptions]]:
+        return {
+            component.name: component.RequestOptions
+            for live in self._lives for component in live if component.RequestOptions is not None}
 
 
 class _PluginManager(pluggy.PluginManager):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
+from threading import Thread
 from typing import TYPE_CHECKING, cast
 
 from hotswap.core.config import Config, ResolvedConfig
@@ -51,7 +52,7 @@ class Made:
 class BuiltEngine:
     """One engine loop. ``made`` is another one after an exchange. ``around``: the deployments that it is part of.
     ``spans``: it computes every step together with other engines. ``free_bytes``: for pages, when it started.
-    ``on_exchange`` is called on the loop's thread when other parts have come, or come back."""
+    ``letting_go``: has the ranks let go what they have prepared for an exchange that has failed."""
 
     replica: Replica
     engine: Engine
@@ -60,7 +61,7 @@ class BuiltEngine:
     around: tuple[Component, ...] = ()
     spans: bool = False
     free_bytes: int = 0
-    on_exchange: Callable[[], None] = lambda: None
+    letting_go: Thread | None = None
 
     @property
     def cache_plan(self) -> CachePlan:

@@ -5,10 +5,8 @@ read, then weights are loaded, then pages are divided. What one engine is made o
 """
 
 import contextlib
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.interfaces.deployment import EngineClient
 from hotswap.core.interfaces.kvcache import CachePlan
 from hotswap.core.interfaces.model import Model, ModelFacts
-from hotswap.core.live import LiveComponents
+from hotswap.core.live import LiveComponents, LiveRequestOptions
 from hotswap.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -52,6 +50,9 @@ class Built:
     warnings: list[str] = field(default_factory=list)
     """What the operator should look at: deprecated keys, a checkpoint with something missing."""
 
+    def __post_init__(self) -> None:
+        self._exchanger = Exchanger(self.engines, self.registry, self.max_model_len)
+
     @property
     def components(self) -> LiveComponents:
         """Those of the first engine."""
@@ -62,17 +63,11 @@ class Built:
         """That of the first engine."""
         return self.engines[0].cache_plan
 
-    @cached_property
-    def request_options(self) -> dict[str, type[RequestOptions]]:
-        """Per live component that reads a part of a request's ``extra``: the model of that part. The same mapping
-        always, which an exchange brings up to date."""
-        return self._request_options()
-
-    def _request_options(self) -> dict[str, type[RequestOptions]]:
-        return {
-            component.name: component.RequestOptions
-            for live in (self.components, self.fronts) for component in live if component.RequestOptions is not None
-        }
+    @property
+    def request_options(self) -> Mapping[str, type[RequestOptions]]:
+        """Per live component that reads a part of a request's ``extra``: the model of that part. What an exchange
+        changes shows in it at once."""
+        return LiveRequestOptions((self.components, self.fronts))
 
     def listing(self) -> list[dict[str, Any]]:
         """Every live component, as :meth:`LiveComponents.listing` tells of it; with several engines, with the
@@ -89,12 +84,6 @@ class Built:
         """Exchange parts while serving, see :meth:`Exchanger.exchange`."""
         return self._exchanger.exchange(sets, replica)
 
-    def _refresh_request_options(self) -> None:
-        options = self._request_options()
-        self.request_options.update(options)
-        for gone in self.request_options.keys() - options.keys():
-            self.request_options.pop(gone, None)  # another engine's loop may have been here
-
     def effective(self) -> dict[str, Any]:
         """The config that holds now, as :meth:`ResolvedConfig.effective` gives it: the first engine's."""
         return self.engines[0].made.resolved.effective()
@@ -103,18 +92,6 @@ class Built:
         """By replica: the effective config of an engine whose parts are others than the first one's."""
         first = self.effective()
         return {built.replica.name: own for built in self.engines if (own := built.made.resolved.effective()) != first}
-
-    @cached_property
-    def _exchanger(self) -> Exchanger:
-        known = weakref.ref(self)  # a ring would keep the weights
-
-        def refresh() -> None:
-            if (mine := known()) is not None:
-                mine._refresh_request_options()
-
-        for built in self.engines:
-            built.on_exchange = refresh  # a trial may end long after the exchange was answered
-        return Exchanger(self.engines, self.registry, self.max_model_len)
 
     def ranks(self) -> list[dict[str, Any]]:
         """What each rank of each engine holds and has done, as JSON; nothing of engines that have ended. Waits for the

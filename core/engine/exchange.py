@@ -3,10 +3,9 @@
 One exchange at a time. Of several engines one after the other exchanges its parts, each wholly or not at all.
 """
 
-import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,13 +15,15 @@ from hotswap.core.config.changes import SIZES_OF_THE_CACHE, Difference, changed,
 from hotswap.core.config.check import check_config
 from hotswap.core.config.components import Components
 from hotswap.core.engine.assembly import BuiltEngine, Made, cache_room, divide_memory
+from hotswap.core.engine.context import Limits
 from hotswap.core.engine.setup import CacheRoom
 from hotswap.core.engine.switch import Effect, Switch, carry_out
 from hotswap.core.engine.trial import Trial, TriedKV
 from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, Exchange
-from hotswap.core.interfaces.parallel import Take, WorkerInfo
+from hotswap.core.interfaces.kvcache import KVCacheManager
+from hotswap.core.interfaces.parallel import Executor, Take, WorkerInfo
 from hotswap.core.interfaces.speculator import Speculator
 from hotswap.core.live import LiveComponents
 from hotswap.core.registry import Registry
@@ -35,6 +36,8 @@ TRIAL_TIMEOUT_S = 10.0
 """How long the answer waits for the first steps of the new parts."""
 IDLE_S = 0.5
 """Of these, while nothing runs that could take a step."""
+LET_GO_TIMEOUT_S = 10.0
+"""How long an exchange that has failed waits for the ranks to let go what they have prepared."""
 _POLL_S = 0.01
 
 
@@ -127,7 +130,7 @@ class EngineExchange:
         LiveComponents().add(new)  # its hooks fit
 
     def carry_out(self) -> Report:
-        """ConfigError or ExchangeError: the old parts serve on."""
+        """ConfigError or ExchangeError: the old parts serve on. EngineStoppedError: nothing does."""
         name, notes = self.built.replica.name, (*self._resolved.warnings, *self._target.notes)
         if not self._parts:
             return Report(name, (), proven=True, notes=("these parts serve already", *notes))
@@ -139,24 +142,20 @@ class EngineExchange:
             if isinstance(error, (ConfigError, ExchangeError, EngineStoppedError)) or not isinstance(error, Exception):
                 raise
             raise ExchangeError(f"the old parts serve on: {blame(error)}") from error
-        proven = self._await(trial)
-        if trial.problem is not None:
-            raise ExchangeError(f"the new parts failed in their first steps, the old ones are back: {trial.problem}")
-        return Report(name, self._parts, effect, proven, notes)
+        return Report(name, self._parts, effect, self._await(trial), notes)
 
     # beside serving
 
     def _prepare(self) -> None:
         """Load what the ranks need, and divide the memory as it will be. ConfigError."""
-        executor, old = self.old.parts.executor, self.old
-        on_workers = self._on_workers()
+        old, on_workers = self.old, self._on_workers()
         if on_workers:
-            self._require_exchange(executor)
-            self._new = replace(self._new, info=self._bounded(executor.prepare(on_workers)))
+            self._require_exchange()
+            self._new = replace(self._new, info=self._bounded(self._executor.prepare(on_workers)))
         try:
             self._divide()
             if self._changes_workers:
-                self._require_exchange(executor)
+                self._require_exchange()
             if not self._keeps_pages and self.built.engine.loop.transfers.component is not None:
                 raise ConfigError(
                     f"pages would lie elsewhere than {old.parts.kv_transfer.label} has told others; keep the layout of "
@@ -166,10 +165,20 @@ class EngineExchange:
             raise
 
     def _let_go(self) -> None:
-        """What was prepared, and will not be put in place."""
-        if self._on_workers():
-            with contextlib.suppress(EngineStoppedError):
-                self.old.parts.executor.prepare({})
+        """What was prepared, and will not be put in place. Whoever waits for the answer does not wait for a rank that
+        hangs: what it has prepared stays there, and until it is gone nothing else is prepared."""
+        if not self._on_workers():
+            return
+        thread = self.built.letting_go = threading.Thread(
+            target=_prepare_nothing, args=(self._executor,), name="hotswap-let-go", daemon=True)
+        thread.start()
+        thread.join(LET_GO_TIMEOUT_S)
+        if thread.is_alive():
+            logger.error(
+                "%sthe exchange has failed, and the ranks have not let go within %g s what they had prepared for it; "
+                "until they have, no part of theirs is exchanged", _named(self.built), LET_GO_TIMEOUT_S)
+        else:
+            self.built.letting_go = None
 
     def _bounded(self, info: WorkerInfo) -> WorkerInfo:
         """What is free is measured while the engine serves: pages that nobody has touched yet count twice, and other
@@ -196,95 +205,129 @@ class EngineExchange:
         return {part.kind: part for part in found if part.exchangeable is Exchange.WORKERS}
 
     @property
+    def _executor(self) -> Executor:
+        return self.old.parts.executor
+
+    @property
+    def _replaced(self) -> set[str]:
+        """The config's sections whose parts are other ones afterwards."""
+        return self._sections if self._keeps_pages else self._sections | {"kvcache"}
+
+    @property
     def _changes_workers(self) -> bool:
         return bool(self._on_workers()) or not self._keeps_pages
 
-    def _require_exchange(self, executor: Component) -> None:
-        if "exchange" not in executor.describe().offers:
+    def _require_exchange(self) -> None:
+        if "exchange" not in self._executor.describe().offers:
             raise ConfigError(
-                f"{executor.label} does not exchange parts or pages of its workers; start again with the new ones",
-                "execution")
+                f"{self._executor.label} does not exchange parts or pages of its workers; start again with the new "
+                "ones", "execution")
         if self.built.spans:
             raise ConfigError(
                 "engines that compute every step together do not exchange parts or pages of their workers; start "
                 "again with the new ones", "parallel")
+        if (before := self.built.letting_go) is not None and before.is_alive():
+            raise ExchangeError(
+                "the ranks have yet to let go what they prepared for an exchange that has failed; try again later")
 
     def _await(self, trial: Trial) -> bool:
-        """Whether the first steps have gone well, as far as there are any."""
-        loop = self.built.engine.loop
+        """Whether the first steps have gone well, as far as there are any. ExchangeError where they have not, and
+        EngineStoppedError where the engine has ended over them."""
+        engine = self.built.engine
+        loop = engine.loop
         now = busy = loop.clock.now()
         until = now + TRIAL_TIMEOUT_S
-        while not trial.over.wait(_POLL_S) and now < until and now < busy + IDLE_S:
+        while not (trial.over.wait(_POLL_S) or engine.failure) and now < until and now < busy + IDLE_S:
             now = loop.clock.now()
-            busy = now if loop.pool.states else busy
-        return trial.over.is_set() and trial.problem is None
+            busy = now if loop.pool.states or trial.problem else busy
+        over = trial.over.is_set()
+        if (failure := engine.failure) is not None:
+            raise EngineStoppedError(failure)
+        if trial.problem is not None:
+            back = "are back" if over else "have not come back yet"
+            raise ExchangeError(f"the new parts failed in their first steps, the old ones {back}: {trial.problem}")
+        return over
 
     # on the loop's thread
 
     def _switch(self) -> tuple[Trial, Effect]:
-        loop, old, target = self.built.engine.loop, self.old, self._target
-        if (trial := loop.lifecycle.trial) is not None:
-            if not trial.cut_short():
-                raise ExchangeError("an exchange before this one is being undone; try again")
-            loop.lifecycle.trial = None
-        if self.built.made is not old:
-            raise ExchangeError("an exchange before this one has just been undone; try again")
-        workers = back = again = None
-        executor = old.parts.executor
-        if self._changes_workers:
-            take = Take.PREPARED if self._on_workers() else Take.SAME
-            workers = partial(executor.exchange, self._new.cache_plan, self._keeps_pages, take)
-            back = partial(executor.exchange, old.cache_plan, self._keeps_pages, Take.FORMER)
-            again = partial(executor.exchange, self._new.cache_plan, self._keeps_pages, Take.FORMER)
-        replaced = self._sections | (set() if self._keeps_pages else {"kvcache"})
-        scheduler = target.scheduler if "scheduler" in replaced else None
-        kv = target.kvcache if "kvcache" in replaced else None
-        limits, info = loop.limits, self._new.info
-        switch = Switch(
-            replace(limits, lookahead=info.lookahead, reuse_tail=info.reuse_tail), scheduler, kv, workers, back,
-            self._keeps_pages, self._room(self._new))
+        self._end_trial_before()
+        loop, before, switch = self.built.engine.loop, self.built.engine.loop.limits, self._to_new()
         try:
             effect = carry_out(loop, switch)
         except Exception:
-            if workers is not None and loop.broken is None:
-                executor.settle()  # the new ones are what the last exchange, the one back, took away
+            if self._changes_workers and loop.broken is None:
+                self._executor.settle()  # the new ones are what the last exchange, the one back, took away
             raise
-        self._record(replaced, self._new, target)
+        self._record(self._new, self._target)
         self._tell(effect)
+        return self._begin_trial(switch, before), effect
 
-        def settle() -> None:
-            if kv is not None:
-                loop.parts.kv = kv
-            if workers is not None:
-                executor.settle()
+    def _end_trial_before(self) -> None:
+        """ExchangeError where parts of the exchange before this one have failed, so that it is being undone."""
+        lifecycle = self.built.engine.loop.lifecycle
+        if lifecycle.trial is not None:
+            if not lifecycle.trial.cut_short():
+                raise ExchangeError("an exchange before this one is being undone; try again")
+            lifecycle.trial = None
+        if self.built.made is not self.old:
+            raise ExchangeError("an exchange before this one has just been undone; try again")
 
-        def revert(problem: str, lost: bool) -> None:
-            undone = carry_out(loop, Switch(
-                limits, self._spare.scheduler if scheduler is not None else None,
-                self._spare.kvcache if kv is not None else None, back, again, self._keeps_pages and not lost,
-                self._room(old)))
-            if workers is not None:
-                executor.settle()
-            self._record(replaced, old, self._spare)
-            self._tell(undone, problem)
+    def _to_new(self) -> Switch:
+        target, info = self._target, self._new.info
+        return Switch(
+            replace(self.built.engine.loop.limits, lookahead=info.lookahead, reuse_tail=info.reuse_tail),
+            target.scheduler if "scheduler" in self._replaced else None,
+            target.kvcache if "kvcache" in self._replaced else None,
+            self._on_ranks(self._new, Take.PREPARED if self._on_workers() else Take.SAME),
+            self._on_ranks(self.old, Take.FORMER), self._keeps_pages, self._room(self._new))
 
-        proposer = self._on_workers().get(Speculator.kind)
+    def _to_old(self, limits: Limits, lost: bool) -> Switch:
+        """``lost``: what is in the pages cannot be trusted."""
+        spare = self._spare
+        return Switch(
+            limits, spare.scheduler if "scheduler" in self._replaced else None,
+            spare.kvcache if "kvcache" in self._replaced else None, self._on_ranks(self.old, Take.FORMER),
+            self._on_ranks(self._new, Take.FORMER), self._keeps_pages and not lost, self._room(self.old))
+
+    def _on_ranks(self, made: Made, take: Take) -> Callable[[], None] | None:
+        """Has every rank take up parts, with the pages of ``made``; None where nothing changes there."""
+        if not self._changes_workers:
+            return None
+        return partial(self._executor.exchange, made.cache_plan, self._keeps_pages, take)
+
+    def _begin_trial(self, switch: Switch, before: Limits) -> Trial:
+        loop, proposer = self.built.engine.loop, self._on_workers().get(Speculator.kind)
         trial = loop.lifecycle.trial = Trial(
-            settle, revert, kv=kv is not None, workers=workers is not None,
-            speculator="" if proposer is None else proposer.label)
-        if kv is not None:
-            loop.parts.kv = TriedKV.around(kv, trial)
-        return trial, effect
+            partial(self._settle, switch.kv), partial(self._revert, before), kv=switch.kv is not None,
+            workers=self._changes_workers, speculator="" if proposer is None else proposer.label)
+        if switch.kv is not None:
+            loop.parts.kv = TriedKV.around(switch.kv, trial)
+        return trial
 
-    def _record(self, replaced: set[str], made: Made, source: Components) -> None:
-        """What the engine is made of now: ``replaced`` sections come from ``source``."""
+    def _settle(self, kv: KVCacheManager | None) -> None:
+        """The new parts have come through their trial. ``kv``: the KV manager among them."""
+        if kv is not None:
+            self.built.engine.loop.parts.kv = kv
+        if self._changes_workers:
+            self._executor.settle()
+
+    def _revert(self, limits: Limits, problem: str, lost: bool) -> None:
+        """They have not: the old ones come back, with the ``limits`` that they had."""
+        undone = carry_out(self.built.engine.loop, self._to_old(limits, lost))
+        if self._changes_workers:
+            self._executor.settle()
+        self._record(self.old, self._spare)
+        self._tell(undone, problem)
+
+    def _record(self, made: Made, source: Components) -> None:
+        """What the engine is made of now: the sections that are replaced come from ``source``."""
         now = dict(self.built.made.parts.built)
-        for section in replaced:
+        for section in self._replaced:
             self.built.components.remove(now[section])
             now[section] = source.built[section]
             self.built.components.add(now[section])
         self.built.made = replace(made, parts=replace(self.old.parts, built=now))
-        self.built.on_exchange()
 
     def _tell(self, effect: Effect, problem: str = "") -> None:
         """The log and the observers. ``problem``: why the old parts are back."""
@@ -302,6 +345,15 @@ class EngineExchange:
                     "hotswap_component_exchanged", path=part.path, kind=part.kind, old=old, new=new,
                     options=part.options, pause=effect.pause_s, handed_over=effect.handed_over,
                     recomputed=effect.recomputed, problem=problem, time=now)
+
+
+def _prepare_nothing(executor: Executor) -> None:
+    try:
+        executor.prepare({})
+    except EngineStoppedError:
+        pass  # and all that was prepared with it
+    except Exception:
+        logger.exception("%s raised when it was to let go what it had prepared", executor.label)
 
 
 def shares_pages(old: AttentionBackend, new: AttentionBackend) -> bool:

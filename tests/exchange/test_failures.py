@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hotswap.core.engine import exchange as exchange_module
 from hotswap.core.engine.client import Engine
 from hotswap.core.engine.exchange import EngineExchange, Exchanger, Report
 from hotswap.core.engine.switch import Switch, carry_out
@@ -144,6 +145,72 @@ def test_a_row_that_fails_on_workers_on_trial_ends_no_request():
     assert rig.client.endings("a") == ["length"]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_row_that_fails_by_what_its_request_has_asked_for_or_has_ended_takes_no_part_back(own):
+    """Else any client could undo an exchange. In the second case it was given up while its row was in flight."""
+    rig = make_rig(page_size=4, depth=2)
+    execute = rig.worker.execute
+
+    def broken(message):
+        verdict = execute(message)
+        for row in verdict.rows:
+            if row.request == "bad":
+                row.kept, row.error, row.own = [], "its grammar leaves it no token", own
+        return verdict
+
+    trial = put_on_trial(rig, raises, workers=True)
+    fine = rig.add("fine", [1, 2, 3], 12)
+    rig.add("bad", [4, 5], 6)
+    rig.worker.execute = broken
+    if not own:
+        rig.loop.plan_and_submit()
+        assert rig.loop.pool.states["bad"].flying
+        rig.loop.abort("bad")
+    rig.run()
+    assert trial.problem is None and trial.over.is_set()
+    assert rig.client.endings("bad") == ["error" if own else "abort"]
+    assert rig.client.tokens("fine") == expected(fine)
+    assert_clean(rig)
+
+
+def test_while_nothing_is_on_trial_nobody_looks_through_the_rows_for_errors():
+    rig, passes = make_rig(), []
+
+    class Rows(list):
+        def __iter__(self):
+            passes.append(len(self))
+            return super().__iter__()
+
+    execute = rig.worker.execute
+
+    def watched(message):
+        verdict = execute(message)
+        verdict.rows = Rows(verdict.rows)
+        return verdict
+
+    rig.worker.execute = watched
+    rig.add("a", [1, 2, 3], 6)
+    rig.run()
+    assert len(passes) == rig.loop.steps, "once a step, to carry out what they say"
+
+
+def test_a_trial_that_has_failed_is_not_cut_short_and_no_attempt_to_bring_the_old_parts_back_is_lost_on_it():
+    rig, reverts = make_rig(), []
+
+    def revert(problem, lost):
+        reverts.append(problem)
+        raise ExchangeError("a transfer did not end")
+
+    trial = put_on_trial(rig, revert)
+    trial.fail("the new part failed")
+    assert not any(trial.cut_short() for _ in range(REVERTS + 1))
+    assert not reverts, "the loop does it, and ends where it fails"
+    rig.add("a", [1, 2, 3], 6)
+    with pytest.raises(EngineStoppedError, match="do not come back"):
+        rig.run()
+    assert len(reverts) == REVERTS
+
+
 def test_cached_pages_that_an_idle_engine_hands_over_are_not_told_to_be_gone():
     rig, heard = make_rig(page_size=4), []
     rig.loop.watch(heard.extend)
@@ -188,6 +255,95 @@ def test_a_call_that_was_given_up_does_not_happen_later():
     finally:
         hold.set()
         engine.stop()
+
+
+def answer(rig, engine, begin):
+    """What an exchange says whose parts are on trial once ``begin`` has run on the loop's thread."""
+    exchange = object.__new__(EngineExchange)
+    exchange.built = SimpleNamespace(engine=engine, replica=SimpleNamespace(name=""))
+    return exchange._await(engine.call(begin))
+
+
+def test_an_exchange_over_which_the_engine_ends_does_not_say_that_the_old_parts_are_back():
+    rig = make_rig()
+    engine = Engine(rig.loop)
+
+    def begin():
+        trial = put_on_trial(rig, raises)
+        trial.fail("the new part failed")
+        return trial
+
+    try:
+        with pytest.raises(EngineStoppedError, match=r"\(the new part failed\), and the old ones do not come back"):
+            answer(rig, engine, begin)
+        assert "do not come back" in engine.health()
+    finally:
+        engine.stop()
+
+
+def test_an_exchange_whose_old_parts_take_long_to_come_back_says_so(monkeypatch):
+    monkeypatch.setattr(exchange_module, "TRIAL_TIMEOUT_S", 0.0)
+    rig, hold = make_rig(), Event()
+    engine = Engine(rig.loop)
+
+    def begin():
+        trial = put_on_trial(rig, lambda problem, lost: hold.wait(10))
+        trial.fail("the new part failed")
+        return trial
+
+    try:
+        with pytest.raises(ExchangeError, match="the old ones have not come back yet: the new part failed"):
+            answer(rig, engine, begin)
+        hold.set()
+        monkeypatch.undo()
+        with pytest.raises(ExchangeError, match="the old ones are back: the new part failed"):
+            answer(rig, engine, begin)
+        assert engine.failure is None
+    finally:
+        hold.set()
+        engine.stop()
+
+
+class Ranks:
+    """An executor whose ranks let go what they have prepared when they may."""
+
+    label = "executor:slow"
+
+    def __init__(self):
+        self.may, self.asked = Event(), []
+
+    def describe(self):
+        return Description(offers=frozenset({"exchange"}))
+
+    def prepare(self, parts):
+        self.asked.append(dict(parts))
+        self.may.wait(10)
+
+
+def test_ranks_that_do_not_let_go_keep_nobody_waiting_and_get_nothing_new_before_they_have(monkeypatch, caplog):
+    monkeypatch.setattr(exchange_module, "LET_GO_TIMEOUT_S", 0.01)
+    ranks, built = Ranks(), SimpleNamespace(letting_go=None, spans=False, replica=SimpleNamespace(name="3"))
+
+    class OnRanks(EngineExchange):
+        def __init__(self):
+            self.built, self.old = built, SimpleNamespace(parts=SimpleNamespace(executor=ranks))
+
+        def _on_workers(self):
+            return {"attention": None}
+
+    failed = OnRanks()
+    failed._let_go()
+    assert "engine 3: the exchange has failed, and the ranks have not let go within 0.01 s" in caplog.text
+    with pytest.raises(ExchangeError, match="the ranks have yet to let go"):
+        OnRanks()._require_exchange()
+    thread = built.letting_go
+    ranks.may.set()
+    thread.join(10)
+    monkeypatch.undo()
+    OnRanks()._require_exchange()
+    OnRanks()._let_go()
+    assert ranks.asked == [{}, {}]
+    assert built.letting_go is None
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 from hotswap.core.errors import BrokenComponentError
 from hotswap.core.hooks import HookSpecs, Observer, hookimpl
-from hotswap.core.interfaces.component import ComponentOptions
+from hotswap.core.interfaces.component import ComponentOptions, RequestOptions
 from hotswap.core.interfaces.scheduler import QueuePolicy
-from hotswap.core.live import LiveComponents, ObserverHub
+from hotswap.core.live import LiveComponents, LiveRequestOptions, ObserverHub
 
 
 class Watcher(Observer):
@@ -126,3 +126,19 @@ def test_every_hook_says_in_a_sentence_when_it_is_called_and_names_no_argument_t
         arguments = inspect.signature(method).parameters
         for quoted in documentation.split("``")[1::2]:
             assert quoted.split(".")[0] in arguments, f"{name} speaks of {quoted}"
+
+
+def test_what_requests_may_ask_of_components_is_what_is_live_at_the_moment():
+    class Asking(Order):
+        class RequestOptions(RequestOptions):
+            soon: bool = False
+
+    engine, fronts, component = LiveComponents(), LiveComponents(), Asking()
+    found = LiveRequestOptions((engine, fronts))
+    engine.add(Order())
+    assert not found and "Asking" not in found
+    for live in (engine, fronts):
+        live.add(component)
+        assert dict(found) == {component.name: Asking.RequestOptions}
+        live.remove(component)
+    assert not found
