@@ -96,12 +96,19 @@ class QueueScheduler(Scheduler):
         if not step.full and (ctx.free_slots > 0 or self.policy.preemptive):
             self.probe_waiting(ctx)
         while not step.full and (ctx.free_slots > 0 or self.policy.preemptive):
+            victim = None
+            if ctx.free_slots <= 0:
+                # First of all, since nobody in line is before its head: no prompt is compared with the cache in vain.
+                victim, head = self._last_running(step), self.waiting.head(ctx.now)
+                if victim is None or head is None or not self._is_behind(victim, head, ctx.now):
+                    return
             view = self.next_head(ctx)
             if view is None:
                 return
-            if ctx.free_slots <= 0:
-                if not self.suspend_one_behind(step, view):
+            if victim is not None:
+                if not self._is_behind(victim, view, ctx.now):
                     return
+                self._suspend(step, victim, view)
                 ctx.view(view.id)  # again: the other one has left pages
             yield view
 
@@ -168,16 +175,25 @@ class QueueScheduler(Scheduler):
 
     def suspend_one_behind(self, step: Step, view: RequestView) -> bool:
         """Suspend the running request with the largest victim key, if that is behind ``view`` and not planned yet."""
-        taken = {view.id, *step.suspended, *(row.request for row in step.rows)}
-        candidates = [other for other in step.ctx.running if other.id not in taken]
-        if not candidates:
+        victim = self._last_running(step, view.id)
+        if victim is None or not self._is_behind(victim, view, step.ctx.now):
             return False
-        victim = max(candidates, key=lambda other: self.policy.victim_key(other, step.ctx.now))
-        if self.policy.victim_key(victim, step.ctx.now) <= self.policy.key(view, step.ctx.now):
-            return False
+        self._suspend(step, victim, view)
+        return True
+
+    def _last_running(self, step: Step, *besides: str) -> RequestView | None:
+        """The running request with the largest victim key, of those that this plan has neither planned nor suspended.
+        """
+        taken = {*besides, *step.suspended, *(row.request for row in step.rows)}
+        candidates = (other for other in step.ctx.running if other.id not in taken)
+        return max(candidates, key=lambda other: self.policy.victim_key(other, step.ctx.now), default=None)
+
+    def _is_behind(self, victim: RequestView, view: RequestView, now: float) -> bool:
+        return self.policy.victim_key(victim, now) > self.policy.key(view, now)
+
+    def _suspend(self, step: Step, victim: RequestView, view: RequestView) -> None:
         step.ctx.suspend(victim.id, reason=f"makes room for {view.id}")
         step.suspended.add(victim.id)
-        return True
 
     def in_order(self, views: list[RequestView], now: float) -> list[RequestView]:
         """By the policy's keys, which are remembered where they cannot change."""

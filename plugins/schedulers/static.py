@@ -58,7 +58,10 @@ class StaticScheduler(QueueScheduler):
         self._joining = list(line.passed)[:ctx.free_slots]
 
     def _let_join(self, step: Step) -> None:
-        """Start those whose beginnings are there. Who does not get room is left to the next batch."""
+        """Start those whose beginnings are there. Who does not get room is left to the next batch. A full step tells
+        nothing: whoever computes a beginning, but has no row in it, would be taken for one that does so no longer."""
+        if step.full:
+            return
         views = [step.ctx.view(request_id) for request_id in self._joining]
         self._joining = [view.id for view in views if not view.ready]
         for view in views:

@@ -1,6 +1,7 @@
 """The waiting line of the stock schedulers: ordered by a queue policy, a heap where keys do not change with time."""
 
 import heapq
+from collections import deque
 from itertools import islice
 from typing import Any
 
@@ -25,6 +26,9 @@ class WaitingLine:
         self.passed: dict[str, None] = {}
         """Requests that this plan has passed over, in order."""
         self._aside: list[tuple[Key, str]] = []
+        self._next: deque[RequestView] = deque()
+        """The first of those that the gate lets through, where keys had to be asked for; empty when they may be others.
+        """
 
     def __len__(self) -> int:
         return len(self._views)
@@ -32,11 +36,13 @@ class WaitingLine:
     def push(self, view: RequestView, key: Key | None) -> None:
         """``key``: the policy's, None where it changes with time."""
         self._views[view.id] = view
+        self._next.clear()
         if key is not None:
             heapq.heappush(self._heap, (key, view.id))
 
     def remove(self, request_id: str) -> None:
         self._views.pop(request_id, None)
+        self._next.clear()
         if len(self._heap) > 2 * len(self._views) + SLACK:
             self._heap = [entry for entry in self._heap if entry[1] in self._views]
             heapq.heapify(self._heap)
@@ -48,6 +54,7 @@ class WaitingLine:
     def begin_plan(self) -> None:
         """Those that the last plan has passed over are in line again."""
         self.passed.clear()
+        self._next.clear()
         for entry in self._aside:
             heapq.heappush(self._heap, entry)
         self._aside.clear()
@@ -57,17 +64,24 @@ class WaitingLine:
         if len(self.passed) >= PASSED:
             return False
         self.passed[request_id] = None
+        if self._next and self._next[0].id == request_id:
+            self._next.popleft()
         return True
 
     def head(self, now: float) -> RequestView | None:
-        """The next request in order that the policy's gate lets through."""
+        """The next request in order that the policy's gate lets through. Keys that change with time are asked for once
+        for each start and each plan, and again for all that are passed over in it, be they one or many."""
         if not self.policy.dynamic:
             first = self._first()
             if first is None or self.policy.gate(first, now) is None:
                 return first
-        candidates = (
-            view for view in self._views.values() if view.id not in self.passed and self.policy.gate(view, now) is None)
-        return min(candidates, key=lambda view: self.policy.key(view, now), default=None)
+        if not self._next:
+            candidates = (
+                view for view in self._views.values()
+                if view.id not in self.passed and self.policy.gate(view, now) is None)
+            count = PASSED + 1 - len(self.passed) if self.passed else 1
+            self._next.extend(heapq.nsmallest(count, candidates, key=lambda view: self.policy.key(view, now)))
+        return self._next[0] if self._next else None
 
     def _first(self) -> RequestView | None:
         """By the heap, whatever the gate says."""

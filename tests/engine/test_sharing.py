@@ -104,6 +104,28 @@ def test_the_choices_of_one_request_in_a_closed_batch_compute_their_prompt_once(
     assert computed(rig) == len(SHARED) + 4 * (3 + 3)
 
 
+def test_nobody_joins_a_closed_batch_by_himself_since_a_full_step_has_no_row_for_the_one_that_he_waits_for() -> None:
+    rig, _ = rig_of("static", max_batch_tokens=24)
+    requests = [rig.add("before", [9] * 60, 2), *crowd(rig, 3)]
+    finish(rig, requests)
+    assert computed(rig) == 60 + 1 + len(SHARED) + 3 * (5 + 2)
+    assert [rig.client.last(request.id).cached_tokens for request in requests] == [0, 0, len(SHARED), len(SHARED)]
+
+
+def test_keys_that_change_are_asked_for_once_for_all_that_are_passed_over_in_a_plan() -> None:
+    chunked, policy, asked = build("scheduler", "chunked"), build("queue_policy", "longest_prefix_first"), list[str]()
+    key = policy.key
+    policy.key = lambda view, now: asked.append(view.id) or key(view, now)
+    chunked.policy = chunked.waiting.policy = policy
+    rig, _ = rig_of(chunked)
+    requests = crowd(rig, 30)
+    rig.loop.plan_and_submit()
+    assert len(chunked.waiting.passed) == 29, "all but the one that computes the beginning"
+    assert len(asked) <= 3 * 30, "for the head, for the next one, and for all behind it"
+    rig.loop.collect()
+    finish(rig, requests)
+
+
 def test_what_a_speculator_must_see_again_is_computed_again() -> None:
     rig, _ = rig_of(depth=2, lookahead=2, reuse_tail=3)
     requests = crowd(rig, 6)

@@ -109,9 +109,8 @@ def test_without_its_bound_a_request_without_a_hit_starves() -> None:
     assert "cold" not in started(rig)
 
 
-def test_only_so_many_waiting_requests_are_matched_in_a_plan_and_none_where_none_could_start() -> None:
-    continuous = scheduler("longest_prefix_first")
-    rig = make_rig(continuous, max_running=2)
+def matches_of(rig: Rig) -> list[int]:
+    """An entry for each time that a prompt is compared with the cache."""
     matched: list[int] = []
     match = rig.loop.parts.kv.match
 
@@ -120,6 +119,30 @@ def test_only_so_many_waiting_requests_are_matched_in_a_plan_and_none_where_none
         return match(*args)
 
     rig.loop.parts.kv.match = counting  # type: ignore[method-assign]
+    return matched
+
+
+def test_a_preemptive_policy_looks_who_could_give_way_before_it_compares_a_prompt_with_the_cache() -> None:
+    rig = make_rig(scheduler("priority"), max_running=2, depth=2, chained=False)
+    matched = matches_of(rig)
+    for i in range(2):
+        rig.add(f"runs {i}", [1], 20 * (i + 1), priority=1)
+    while len(rig.loop.pool.running) < 2:
+        rig.loop.turn()
+    for i in range(3):
+        rig.add(f"r{i}", [2], 4, priority=i)
+    matched.clear()
+    while not rig.client.endings("runs 0"):
+        assert not matched, "every slot is taken, and whoever has one is in this step or in flight"
+        rig.loop.turn()
+    rig.run()
+    assert started(rig) == ["runs 0", "runs 1", "r0", "r1", "r2"]
+
+
+def test_only_so_many_waiting_requests_are_matched_in_a_plan_and_none_where_none_could_start() -> None:
+    continuous = scheduler("longest_prefix_first")
+    rig = make_rig(continuous, max_running=2)
+    matched = matches_of(rig)
     for i in range(2):
         rig.add(f"runs {i}", [1], 20 * (i + 1))
     rig.loop.turn()
