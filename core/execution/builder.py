@@ -1,6 +1,7 @@
 """Workers from parts: built and loaded where they will run, here or in another process."""
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -56,13 +57,13 @@ class SharedModels:
 
     def __init__(self, engines: int = 1, in_turn: bool = False) -> None:
         self.engines = engines
-        self._in_turn, self._lanes = in_turn, dict[int, Lane]()
+        self._in_turn, self._lanes = in_turn, defaultdict[int, Lane](Lane)
         self._lock, self._first = threading.Lock(), dict[tuple[str, ...], tuple[Model, LoadOnce]]()
 
     def lane(self, index: int) -> Lane | None:
         """For the engines with this ``index`` in their deployments: those beside it compute at the same time."""
         with self._lock:
-            return self._lanes.setdefault(index, Lane()) if self._in_turn else None
+            return self._lanes[index] if self._in_turn else None
 
     def join(self, builder: "WorkerBuilder") -> "WorkerBuilder":
         """``builder`` with the model of the first one that was alike in all that a loaded model depends on."""

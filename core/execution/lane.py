@@ -6,9 +6,12 @@ and each of a step's hundreds of operators pays for waking them: two engines on 
 took a fifth longer for each step than one alone.
 """
 
+import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -21,12 +24,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class _Turn(NamedTuple):
+    call: Callable[[], Any]
+    done: Future[Any]
+
+
 class Lane:
-    """One thread; what is put on it runs in order. It ends when nobody holds the lane any more."""
+    """One thread; what is put on it runs in order. It ends when nobody holds the lane any more, and is a daemon: a step
+    that hangs does not keep the process from ending."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "hotswap-lane")
+        self._turns: SimpleQueue[_Turn | None] = SimpleQueue()
         self._default = torch.get_num_threads()
+        Thread(target=_serve, args=(self._turns,), name="hotswap-lane", daemon=True).start()
+        weakref.finalize(self, self._turns.put, None).atexit = False
 
     def run(self, num_threads: int | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait for what ``call`` returns or raises. ``num_threads``: of its operators; None: torch's choice."""
@@ -36,7 +47,27 @@ class Lane:
                 torch.set_num_threads(wanted)
             return call(*args, **kwargs)
 
-        return self._thread.submit(turn).result()
+        return self._put(turn).result()
+
+    def _put(self, call: Callable[[], T]) -> Future[T]:
+        done: Future[T] = Future()
+        self._turns.put(_Turn(call, done))
+        return done
+
+
+def _serve(turns: SimpleQueue[_Turn | None]) -> None:
+    """The thread. Between two turns it holds nothing of the last one, which may know a model."""
+    while (turn := turns.get()) is not None:
+        _carry_out(*turn)
+        del turn
+
+
+def _carry_out(call: Callable[[], Any], done: Future[Any]) -> None:
+    try:
+        done.set_result(call())
+    except BaseException as error:
+        done.set_exception(error)
+        del done  # the error's traceback knows this frame: a ring
 
 
 class WorkerInLane:

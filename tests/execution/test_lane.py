@@ -1,6 +1,8 @@
 """Engines that never compute at the same time, on one thread."""
 
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -81,7 +83,48 @@ def test_what_a_worker_raises_reaches_its_caller_and_the_lane_goes_on() -> None:
     assert worker.execute(MESSAGE).step_id == 7
 
 
+def lanes() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "hotswap-lane"}
+
+
+def test_a_lane_keeps_no_process_from_ending_and_ends_with_the_last_one_who_holds_it() -> None:
+    before = lanes()
+    worker, _ = in_lane(Lane())
+    [thread] = lanes() - before
+    assert thread.daemon, "a step that hangs would be waited for at the end of the process"
+    worker.execute(MESSAGE)
+    assert thread.is_alive()
+    del worker
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_lane_that_waits_holds_nothing_of_its_last_turn(raises: bool) -> None:
+    class Message(SimpleNamespace):
+        pass
+
+    lane, message = Lane(), Message(step_id=7)
+    known = weakref.ref(message)
+
+    def turn(given: Message) -> int:
+        return 1 // (0 if raises else given.step_id)
+
+    gc.disable()
+    try:
+        try:
+            lane.run(None, turn, message)
+        except ZeroDivisionError:
+            assert raises
+        del message
+        lane.run(None, int)  # by now it has gone on
+        assert known() is None
+    finally:
+        gc.enable()
+
+
 def test_models_hand_out_a_lane_for_each_place_in_a_deployment_and_none_unless_engines_take_turns() -> None:
+    """Engines of one deployment compute at the same time: on one lane each would wait for the others."""
     assert SharedModels(2).lane(0) is None
     shared = SharedModels(2, in_turn=True)
     assert shared.lane(0) is shared.lane(0) is not shared.lane(1)
