@@ -4,9 +4,10 @@ Runs ``hotswap serve`` in a process of its own, opens streams, and exchanges par
 answer is compared with an undisturbed run's (greedy, float32). Exit code 1 where one differs or fails.
 
 Memory is the server's resident bytes behind each exchange. It is flat where the last quarter of the exchanges needs no
-more than the second: in the first, each part is there for the first time.
+more than the second: in the first, each part is there for the first time. A page of the cache counts from its first use
+on, so that memory grows until all of ``--cache`` has been used.
 
-    python benchmarks/exchange.py --output benchmarks/results/exchange.json
+    python benchmarks/exchange.py --output benchmarks/results/exchange.json  # 16 streams, 200 exchanges
     python benchmarks/exchange.py --streams 4 --exchanges 10 --tokens 20     # a quick look
 """
 
@@ -30,6 +31,8 @@ from hotswap.lab.environment import environment
 
 ROOT = Path(__file__).parents[1]
 KEY = "key-of-the-benchmark"
+EVERY = 20
+"""Exchanges between two values of the summary of memory."""
 PARTS = {
     "scheduler": ("static", "continuous", "chunked", "prefill_first"),
     "scheduler.policy": ("fcfs", "priority", "fair_share", "shortest_first"),
@@ -154,6 +157,7 @@ class Streams:
 def run(server: Server, count: int, tokens: int, exchanges: int, rng: random.Random) -> dict[str, Any]:
     streams = Streams(server, [" ".join(rng.choices(WORDS, k=rng.randrange(4, 120))) for _ in range(count)], tokens)
     quiet, done, pauses, memory = streams.undisturbed(), 0, defaultdict(list), []
+    begun = time.perf_counter()
     with streams:
         while done < exchanges:
             path = rng.choice(list(PARTS))
@@ -168,7 +172,7 @@ def run(server: Server, count: int, tokens: int, exchanges: int, rng: random.Ran
                 done += len(report["exchanged"])
                 print(f"\r{done} of {exchanges}", end="", file=sys.stderr, flush=True)
     return {
-        "exchanges": done, **streams.seen,
+        "exchanges": done, **streams.seen, "seconds": round(time.perf_counter() - begun),
         "pause_ms": {path: {"n": len(found), "median": statistics.median(found), "max": max(found)}
                      for path, found in sorted(pauses.items())},
         "itl_ms": {"undisturbed": quantiles(quiet), "with exchanges": quantiles(streams.gaps)},
@@ -183,7 +187,8 @@ def gaps_of(times: list[float]) -> list[float]:
 def growth(series: list[int]) -> dict[str, Any]:
     quarter = len(series) // 4
     second, last = series[quarter:2 * quarter] or series, series[-quarter:] or series
-    return {"second quarter": statistics.median(second), "last quarter": statistics.median(last), "series": series}
+    return {"second quarter": statistics.median(second), "last quarter": statistics.median(last),
+            f"every {EVERY} exchanges": series[EVERY - 1::EVERY], "series": series}
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
@@ -192,24 +197,42 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
             for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))} if ordered else {}
 
 
-def main() -> None:
+def named(config: str) -> str:
+    """From the repository on; of a file elsewhere, its name."""
+    path = Path(config).resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+def settings_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the numbers depend on, besides the environment."""
+    settings = {name: value for name, value in vars(given).items() if name != "output"}
+    return settings | {"config": named(given.config)}
+
+
+def read(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", default=str(ROOT / "examples" / "quickstart.yaml"))
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--exchanges", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=1, help="of the model's operators")
     parser.add_argument("--cache", default="512MiB", help="of which pages count as memory once they have been used")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "exchange.json")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    given = read()
     server = Server(given.config, [
-        f"server.admin_key={KEY}", "dtype=float32", "max_model_len=512", f"kvcache.memory={given.cache}"])
+        f"server.admin_key={KEY}", "dtype=float32", "max_model_len=512", f"kvcache.memory={given.cache}",
+        f"execution.num_threads={given.threads}"])
     try:
         result = run(server, given.streams, given.tokens, given.exchanges, random.Random(given.seed))
     finally:
         server.stop()
-    settings = {name: value for name, value in vars(given).items() if name != "output"}
-    given.output.write_text(json.dumps({"settings": settings, "environment": environment(), **result}) + "\n")
+    result = {"settings": settings_of(given), "environment": environment(), **result}
+    given.output.write_text(json.dumps(result) + "\n")
     print(json.dumps({**result, "memory_mib": {**result["memory_mib"], "series": "in the file"}}, indent=2))
     if result["failed"] or result["wrong"]:
         raise SystemExit(1)

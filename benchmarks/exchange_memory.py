@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from exchange import PARTS, ROOT, WORDS, growth
+from exchange import PARTS, ROOT, WORDS, growth, settings_of
 
 from hotswap import LLM
 from hotswap.core.config import load_config
@@ -29,10 +29,12 @@ def resident_mib() -> int:
     return int(found[1]) // 1024
 
 
-def run(config: str, count: int, rng: random.Random) -> list[int]:
+def run(given: argparse.Namespace) -> list[int]:
     engine_exchange.IDLE_S = 0.0
-    built = build_engine(load_config(config, [
-        "dtype=float32", "max_model_len=512", "kvcache.memory=64MiB", "execution.num_threads=1"]))
+    count, rng = given.exchanges, random.Random(given.seed)
+    built = build_engine(load_config(given.config, [
+        "dtype=float32", "max_model_len=512", f"kvcache.memory={given.cache}",
+        f"execution.num_threads={given.threads}"]))
     prompts = [" ".join(rng.choices(WORDS, k=rng.randrange(4, 60))) for _ in range(4)]
     series: list[int] = []
     with LLM.of(served_by(built)) as llm:
@@ -55,11 +57,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("config", nargs="?", default=str(ROOT / "examples" / "quickstart.yaml"))
     parser.add_argument("--exchanges", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cache", default="64MiB")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    result = {"environment": environment(), "seed": given.seed,
-              "memory_mib": growth(run(given.config, given.exchanges, random.Random(given.seed)))}
+    result = {"settings": settings_of(given), "environment": environment(), "memory_mib": growth(run(given))}
     print(json.dumps(result["memory_mib"]))
     if given.output is not None:
         given.output.write_text(json.dumps(result) + "\n")

@@ -54,6 +54,21 @@ def test_answers_pauses_and_memory_are_counted(benchmark):
     assert (result["memory_mib"]["second quarter"], result["memory_mib"]["last quarter"]) == (1095, 1089)
 
 
+def test_memory_is_summed_up_every_20_exchanges(benchmark):
+    found = benchmark.growth(list(range(1, 201)))
+    assert found["every 20 exchanges"] == list(range(20, 201, 20))
+    assert len(found["series"]) == 200
+
+
+def test_what_the_numbers_depend_on_is_kept_and_no_path_of_the_machine(benchmark, tmp_path):
+    settings = benchmark.settings_of(benchmark.read([]))
+    assert settings == {
+        "config": "examples/quickstart.yaml", "streams": 16, "exchanges": 200, "tokens": 60, "threads": 1,
+        "cache": "512MiB", "seed": 1}
+    assert benchmark.settings_of(benchmark.read([str(tmp_path / "mine.yaml"), "--threads", "2"])) == {
+        **settings, "config": "mine.yaml", "threads": 2}
+
+
 def test_an_answer_that_differs_from_the_undisturbed_one_is_counted(benchmark):
     result = benchmark.run(Server(1000, wrong="!"), 2, 5, 3, random.Random(1))
     assert result["wrong"] == result["answers"] > 0
