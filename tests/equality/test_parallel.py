@@ -18,6 +18,8 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.execution.channel import decode, encode
 from hotswap.core.interfaces.parallel import RankPlan
 from hotswap.core.request import Request, SamplingParams
+from hotswap.lab.decisions.again import replay
+from hotswap.lab.decisions.log import open_logs
 from hotswap.plugins.parallel.inline import InlineExecutor
 
 CHUNKED = {"use": "chunked", "max_chunk": 7}
@@ -274,6 +276,8 @@ def test_eight_equal_decodes_over_two_stages_are_four_rows_a_step_and_two_steps_
     assert max(depths) == 2
     assert depths.count(2) >= 0.8 * len(decodes)
     assert engine.built.engine.loop.max_depth_seen == 2
+    [log] = open_logs([path])
+    assert replay(log).equal
 
 
 @pytest.mark.slow

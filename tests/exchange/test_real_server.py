@@ -15,6 +15,9 @@ import httpx
 import openai
 import pytest
 
+from hotswap.lab.decisions.again import replay
+from hotswap.lab.decisions.log import open_logs
+
 pytestmark = [pytest.mark.real_model, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +65,10 @@ def server(tmp_path_factory):
     assert process.wait(60) == 0, "".join(log)
     process.stdout.close()
     process.stderr.close()
+    [written] = open_logs([decisions])
+    outcome = replay(written)
+    assert outcome.equal and outcome.stopped is None and not outcome.notes, outcome
+    print(f"{outcome.steps} steps of {outcome.requests} requests are decided the same again")
 
 
 def stream(client, prompt, tokens):

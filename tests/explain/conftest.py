@@ -10,6 +10,7 @@ import pytest
 from hotswap.core.hooks import Observer, hookimpl
 from hotswap.core.live import LiveComponents
 from hotswap.core.testing.rig import Rig, build, make_rig, random_prompt
+from hotswap.lab.decisions.again import replay
 from hotswap.lab.decisions.log import Log, open_logs
 
 
@@ -63,9 +64,13 @@ class Recording:
         rig.run()
         return self
 
-    def stop(self) -> Log:
+    def stop(self, replays: bool = True) -> Log:
+        """Its log, whatever a test then makes of it. ``replays`` False: the test itself says what a replay comes to."""
         self.live.observers.notify("hotswap_engine_stopped", time=self.rig.clock.now())
         assert self.live.observers.failures == 0, self.live.observers.silenced
+        for log in open_logs([self.path]) if replays else ():
+            outcome = replay(log)
+            assert outcome.equal, outcome
         [log] = open_logs([self.path])
         return log
 

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from hotswap.core.engine.switch import Switch, carry_out
+from hotswap.core.engine.trial import Trial
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.kvcache import CacheConstraints, CachedPage, CacheSpec, KVState
 from hotswap.core.testing.kv_transfer_traffic import LateWorker
@@ -25,7 +26,7 @@ POLICIES = ["fcfs", "priority", "shortest_first", "longest_prefix_first", "fair_
 
 def same(recording, log=None):
     """The log's replay came out the same, to its last step."""
-    outcome = replay(log or recording.stop())
+    outcome = replay(log or recording.stop(replays=False))
     assert outcome.divergence is None and outcome.broke is None and outcome.stopped is None, outcome
     assert outcome.steps == recording.rig.loop.steps > 20
     return outcome
@@ -138,7 +139,7 @@ def test_a_plan_that_failed_is_replayed_as_it_was(record):
         return reserve(*arguments, **named)
 
     recording.rig.loop.parts.kv.reserve = failing
-    log = recording.traffic().stop()
+    log = recording.traffic().stop(replays=False)
     assert len(events_of(recording, "plan_failed")) == 1
     outcome = replay(log)
     assert outcome.divergence is not None, "the manager that is built anew does not fail"
@@ -193,12 +194,12 @@ def test_whatever_differs_is_found(record, event, key, change, what):
     assert seen and outcome.divergence is not None and outcome.divergence.what == what
 
 
-def exchange(recording, scheduler=None, kv=None, keeps_pages=True, **told):
+def exchange(recording, scheduler=None, kv=None, keeps_pages=True, workers=None, **told):
     """Exchange parts of the rig's loop, as an engine does between two turns."""
     loop, room = recording.rig.loop, recording.rig.setup.room
     if kv is not None:
         kv.configure(room.specs, room.num_bytes, room.constraints)
-    effect = carry_out(loop, Switch(loop.limits, scheduler, kv, keeps_pages=keeps_pages, room=room))
+    effect = carry_out(loop, Switch(loop.limits, scheduler, kv, workers, workers, keeps_pages, room))
     recording.live.observers.notify("hotswap_component_exchanged", **{
         "path": "kvcache" if kv else "scheduler", "kind": "kvcache" if kv else "scheduler", "old": "old", "new": "new",
         "options": {}, "pause": effect.pause_s, "handed_over": effect.handed_over, "recomputed": effect.recomputed,
@@ -235,6 +236,28 @@ def test_a_replay_goes_on_with_the_parts_that_were_exchanged(record, depth):
     assert effects[3].recomputed
     found = [event["event"] for event in map(json.loads, recording.path.read_text().splitlines())]
     assert found.count("switch") == found.count("exchange") == 5
+
+
+def test_a_request_that_fails_by_its_own_doing_while_parts_of_the_workers_are_new_fails_alone_again(record):
+    recording = record()
+    rig = recording.rig
+    busy(recording, 1)
+    exchange(recording, workers=rig.worker.sequences.clear)
+    trial = rig.loop.lifecycle.trial = Trial(lambda: None, lambda problem, lost: None, kv=False, workers=True)
+    execute, bad = rig.worker.execute, next(iter(rig.loop.pool.running))
+
+    def broken(message):
+        verdict = execute(message)
+        for row in verdict.rows:
+            if row.request == bad:
+                row.kept, row.error, row.own = [], "its grammar leaves it no token", True
+        return verdict
+
+    rig.worker.execute = broken
+    rig.run()
+    assert trial.problem is None and trial.over.is_set()
+    same(recording)
+    assert [event["id"] for event in events_of(recording, "finish") if event["reason"] == "error"] == [bad]
 
 
 def test_requests_that_lose_their_pages_in_an_exchange_are_preempted_by_it(record):
