@@ -36,6 +36,7 @@ from hotswap.lab.targets.engine import EngineTarget
 from hotswap.lab.targets.openai import Endpoint, OpenAITarget
 from hotswap.lab.targets.target import Target
 
+WINDOW_BAR = "{desc}: {percentage:3.0f}%|{bar}| {remaining} left"
 POOL_ITEMS = 64
 """Of so many requests the tokens are known from which new beginnings are drawn."""
 
@@ -109,13 +110,19 @@ class Bench:
         self, target: Target, items: Iterator[Numbered], now: Callable[[], float], progress: bool,
     ) -> "Measured":
         chosen = items if self.seconds is not None else iter(list(islice(items, self.requests)))
-        total = None if self.seconds is not None else self.requests
-        neighbours = Neighbours(now)
-        with tqdm(total=total, desc="requests", unit="", disable=None if progress else True) as bar:
+        neighbours, begin = Neighbours(now), now()
+
+        def show(count: int) -> None:
+            bar.update((count if self.seconds is None else min(self.seconds, now() - begin)) - bar.n)
+
+        windowed = self.seconds is not None
+        with tqdm(
+            total=self.seconds or self.requests, desc="seconds" if windowed else "requests", unit="",
+            bar_format=WINDOW_BAR if windowed else None, disable=None if progress else True,
+        ) as bar:
             target.begin()
             stretch = run_load(
-                target, chosen, self.load, now, name="bench", seed=self.seed, window=self.seconds,
-                on_ended=lambda count: bar.update(count - bar.n) and None)
+                target, chosen, self.load, now, name="bench", seed=self.seed, window=self.seconds, on_ended=show)
             activity = target.finish()
         block = BlockRecord(
             "bench", 0, 0, stretch.wall, stretch.records, activity.cpu, activity.engine, tuple(activity.timeline),

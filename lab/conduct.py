@@ -86,4 +86,6 @@ def _measure(
 
     with bar:
         run = Run(plan.experiment, arms, plan.items(), now, journal, monitor, show, plan.text)
-        return run.run(), run.share
+        measured = run.run()
+        show(run.share, "ended")
+        return measured, run.share

@@ -239,8 +239,10 @@ _OTHERS: Sequence[tuple[MetricSpec, Value]] = [
     (MetricSpec("batch_size", "rows", HIGHER, "rows / steps"), _ratio("rows", "steps")),
     (MetricSpec("cpu", "s", LOWER, "CPU time of the processes of engine and load generator, or of the server's where "
                 "it has its own, in the block"), lambda block, slo: block.cpu),
-    (MetricSpec("kv_peak", "bytes", LOWER, "most bytes of cache pages that requests held", additive=True),
-     lambda block, slo: block.engine.get("kv_peak_bytes")),
+    (MetricSpec("kv_peak", "bytes", LOWER, "most bytes of cache pages that requests held; of a server, since its start",
+                additive=True), lambda block, slo: block.engine.get("kv_peak_bytes")),
+    (MetricSpec("kv_waste", "share", LOWER, "places for tokens in running requests' pages that hold none / all of them",
+                additive=True), _ratio("kv_empty_slots", "kv_slots")),
     (MetricSpec("rss_peak", "bytes", LOWER, "most memory of the server's processes, since its start"),
      lambda block, slo: block.engine.get("rss_peak_bytes")),
 ]

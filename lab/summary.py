@@ -23,7 +23,7 @@ PEAKS = frozenset({"kv_peak_bytes", "rss_peak_bytes"})
 """What engines count that is not added up."""
 _RATES = (
     "throughput", "throughput_peak", "requests", "goodput", "hit_rate", "preemptions", "acceptance_length",
-    "batch_size", "step_time", "cpu", "kv_peak", "rss_peak")
+    "batch_size", "step_time", "cpu", "kv_peak", "kv_waste", "rss_peak")
 
 
 def pooled(blocks: Sequence[BlockRecord]) -> BlockRecord:

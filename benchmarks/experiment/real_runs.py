@@ -4,8 +4,9 @@
     python benchmarks/experiment/real_runs.py power --runs 5 [--minutes 10] [--slowdown 0.03]
 
 To be run alone on the machine. Each run is a process of its own and keeps its result, with all samples, in
-``data/real-null/01`` and so on; runs that are there already are not run again. The table is made of all of them. The
-slowdown is the plugin in ``slowdown/``; it need not be installed, since the runs find it through a folder of their own.
+``data/real-null/01`` and so on; runs that are there already are not run again. The table is made of all of them;
+``python -m benchmarks.tables`` writes it into docs/statistics.md. The slowdown is the plugin in ``slowdown/``; it need
+not be installed, since the runs find it through a folder of their own.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from hotswap.lab.records import Outcome, Result
 from hotswap.lab.report import read_result
 
 HERE = Path(__file__).parent
+DATA = HERE / "data"
 ROOT = HERE.parents[1]
 PLUGIN = HERE / "slowdown"
 WORKLOAD = {"use": "synthetic", "prompt": 64, "output": 16}
@@ -96,29 +98,41 @@ def unpack(folder: Path) -> Result:
         return read_result(plain)
 
 
+def kept(kind: str, out: Path = DATA) -> list[Run]:
+    """The runs that there are, by number."""
+    return [Run(file.parent, unpack(file.parent)) for file in sorted((out / f"real-{kind}").glob(f"*/{PACKED}"))]
+
+
+def table(runs: Sequence[Run]) -> str:
+    """In Markdown, a line for each run; below it, how many of them named a direction."""
+    lines = ["| run | minutes | pairs | ended | better or worse | step_time | disturbed blocks |",
+             "|---|---:|---:|---|---|---|---:|"]
+    for one in runs:
+        steps = next(found for found in one.result.comparisons if found.metric == "step_time")
+        busy = sum((block.disturbed or 0) > BUSY_CORES for block in one.result.blocks)
+        ended = f"partial: {one.result.stopped}" if one.result.partial else one.result.stopped
+        named = ", ".join(f"{metric} {word}" for metric, word in one.verdicts.items()) or "–"
+        lines.append(
+            f"| {one.folder.name} | {one.minutes:.1f} | {steps.n_pairs} | {ended} | {named} | "
+            f"{steps.effect:+.2%} [{steps.low:+.2%}, {steps.high:+.2%}] | {busy} of {len(one.result.blocks)} |")
+    found = sum(bool(one.verdicts) for one in runs)
+    worse = sum("worse" in one.verdicts.values() for one in runs)
+    return "\n".join([*lines, "", f"{found} of {len(runs)} runs with any better or worse, {worse} with any worse."])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("kind", choices=["null", "power"])
     parser.add_argument("--runs", type=int, required=True)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--slowdown", type=float, default=0.03)
-    parser.add_argument("--out", type=Path, default=HERE / "data")
+    parser.add_argument("--out", type=Path, default=DATA)
     arguments = parser.parse_args()
     slowed = {"attention": {"use": "slowed", "inner": "torch", "share": arguments.slowdown}}
     arm: dict[str, object] = slowed if arguments.kind == "power" else {}
     runs = [run(arguments.kind, number, arm, arguments.minutes, arguments.out)
             for number in range(1, arguments.runs + 1)]
-    print("\n| run | minutes | pairs | ended | better or worse | step_time | disturbed blocks |")
-    print("|---|---:|---:|---|---|---|---:|")
-    for one in runs:
-        steps = next(found for found in one.result.comparisons if found.metric == "step_time")
-        busy = sum((block.disturbed or 0) > BUSY_CORES for block in one.result.blocks)
-        ended = f"partial: {one.result.stopped}" if one.result.partial else one.result.stopped
-        named = ", ".join(f"{metric} {word}" for metric, word in one.verdicts.items()) or "–"
-        print(f"| {one.folder.name} | {one.minutes:.1f} | {steps.n_pairs} | {ended} | {named} | "
-              f"{steps.effect:+.2%} [{steps.low:+.2%}, {steps.high:+.2%}] | {busy} of {len(one.result.blocks)} |")
-    print(f"\n{sum(bool(one.verdicts) for one in runs)} of {len(runs)} runs with any better or worse, "
-          f"{sum('worse' in one.verdicts.values() for one in runs)} with any worse.")
+    print(f"\n{table(runs)}")
 
 
 if __name__ == "__main__":

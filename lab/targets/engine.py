@@ -35,8 +35,12 @@ class EngineTarget:
 
     def _attach(self, index: int) -> Probe:
         one = self._built.engines[index]
-        usage = one.engine.loop.parts.kv.usage()
-        probe = Probe(one.engine.loop.pool, self.kv_bytes() / len(self._built.engines) / max(1, usage.total))
+        loop, groups = one.engine.loop, list(one.cache_plan.groups.values())
+        pages = sum(group.num_pages for group in groups)  # those that only pad a batch have memory, too
+        whole = len(groups) == 1 and all(spec.window is None for spec in one.made.info.cache_specs)
+        probe = Probe(
+            loop.pool, self.kv_bytes() / len(self._built.engines) / pages, groups[0].page_size if whole else None,
+            lambda: loop.parts.kv.owners())
         one.engine.call(lambda: one.components.add(probe))
         return probe
 

@@ -1,6 +1,7 @@
 """Counts what an engine of this process does, as an observer of its loop."""
 
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +29,15 @@ class Counts:
 
 
 class Probe(Observer):
-    """Attached to one engine loop for as long as that lives. ``page_bytes``: of a cache page, on all ranks."""
+    """Attached to one engine loop for as long as that lives. ``page_bytes``: of a cache page, on all ranks.
+    ``page_tokens``: how many tokens fit in one; None where a request does not hold one page for so many of its tokens,
+    since there are several cache groups, or windows. ``owners``: how many pages each request holds."""
 
-    def __init__(self, pool: RequestPool, page_bytes: float) -> None:
+    def __init__(
+        self, pool: RequestPool, page_bytes: float, page_tokens: int | None, owners: Callable[[], Mapping[str, int]],
+    ) -> None:
         super().__init__()
-        self._pool, self._page_bytes = pool, page_bytes
+        self._pool, self._page_bytes, self._page_tokens, self._owners = pool, page_bytes, page_tokens, owners
         self._lock = threading.Lock()
         self._told: dict[str, Told] = {}
         self._counts, self._origin = Counts(), 0.0
@@ -72,6 +77,16 @@ class Probe(Observer):
             if not counts.timeline or since - counts.timeline[-1][0] >= TIMELINE_S:
                 share = (usage.held + usage.fenced) / max(1, usage.total)
                 counts.timeline.append((since, len(self._pool.running), self._pool.waiting, share))
+                self._add(**self._slots())
+
+    def _slots(self) -> dict[str, int]:
+        """Places for tokens in the pages of those that run, and how many of them are empty. A page that several share
+        counts for each."""
+        if self._page_tokens is None:
+            return {}
+        pages, running = self._owners(), self._pool.running
+        slots = self._page_tokens * sum(pages.get(id, 0) for id in running)
+        return {"kv_slots": slots, "kv_empty_slots": max(0, slots - sum(state.computed for state in running.values()))}
 
     def _add(self, **amounts: Any) -> None:
         for name, amount in amounts.items():

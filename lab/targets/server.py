@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ _COUNTED = {
     "request_queue_time_seconds_sum": "queue_seconds", "request_queue_time_seconds_count": "queued_requests",
 }
 """Counters of the ``metrics`` observer -> what blocks call them."""
+_PEAK = "kv_cache_peak_perc"
 
 
 class Child:
@@ -100,6 +101,7 @@ class ServerTarget(OpenAITarget):
         self._child = Child(_served(config, key))
         try:
             super().__init__(Endpoint(self._child.url(), fields=fields, token_ids=True, api_key=key), now)
+            self._kv_bytes = sum(rank["kv_bytes"] for rank in self.ask("GET", "/server_info")["ranks"])
         except BaseException:
             self._child.stop()
             raise
@@ -108,13 +110,16 @@ class ServerTarget(OpenAITarget):
         self._cpu = 0.0
 
     def begin(self) -> None:
-        self._before, self._cpu = self._counters(), cpu_of([self._child.process.pid])
+        self._before, self._cpu = _counters(self._samples()), cpu_of([self._child.process.pid])
 
     def finish(self) -> Activity:
         pid = self._child.process.pid
         cpu = cpu_of([pid]) - self._cpu
-        after = self._counters()
+        samples = self._samples()
+        after = _counters(samples)
         counted = {name: after[name] - self._before.get(name, 0.0) for name in after}
+        if shares := [value for name, value in samples if name == _PEAK]:  # one a replica, and all are equally large
+            counted["kv_peak_bytes"] = self._kv_bytes * sum(shares) / len(shares)
         memory = peak_memory_of([pid])
         return Activity(cpu, counted | ({"rss_peak_bytes": float(memory)} if memory else {}))
 
@@ -128,16 +133,22 @@ class ServerTarget(OpenAITarget):
         super().close()
         self._child.stop()
 
-    def _counters(self) -> dict[str, float]:
+    def _samples(self) -> list[tuple[str, float]]:
+        """Name and value of every metric that it tells."""
         try:
             text = self.ask_text("GET", "/metrics")
         except (OSError, http.client.HTTPException, ValueError):
-            return {}
-        found: dict[str, float] = {}
-        for name, value in _SAMPLE.findall(text):
-            if name in _COUNTED:
-                found[_COUNTED[name]] = found.get(_COUNTED[name], 0.0) + float(value)
-        return found
+            return []
+        return [(name, float(value)) for name, value in _SAMPLE.findall(text)]
+
+
+def _counters(samples: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Of all replicas together."""
+    found: dict[str, float] = {}
+    for name, value in samples:
+        if name in _COUNTED:
+            found[_COUNTED[name]] = found.get(_COUNTED[name], 0.0) + value
+    return found
 
 
 def _served(config: ResolvedConfig, key: str) -> dict[str, Any]:

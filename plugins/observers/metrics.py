@@ -130,7 +130,7 @@ class Metrics(Observer):
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._first: dict[str, RequestState] = {}  # have begun, and have no token yet
         self._last_tokens = LastTokens()
-        self._kv_usage = 0.0
+        self._kv_usage = self._kv_peak = 0.0
         self._transfers: Mapping[str, int] = {}
         self._last_pause = 0.0
         self._exchanged_at: float | None = None
@@ -201,6 +201,7 @@ class Metrics(Observer):
             self._events.update(verdict.counts)
         self._histograms["step_duration_seconds"].observe(duration)
         self._kv_usage = (usage.held + usage.fenced) / max(1, usage.total)
+        self._kv_peak = max(self._kv_peak, usage.held / max(1, usage.total))
         self._observe_gaps(verdict, time)
         if self._first:
             self._observe_first_tokens()
@@ -293,6 +294,7 @@ class Metrics(Observer):
             "num_requests_running": ("Requests that hold cache pages.", running),
             "num_requests_waiting": ("Requests that wait.", len(live) - running),
             "kv_cache_usage_perc": ("Pages that are not free for the taking, 1 is all.", self._kv_usage),
+            "kv_cache_peak_perc": ("Most pages that requests have held at a time, 1 is all.", self._kv_peak),
             "exchange_last_pause_seconds": ("Time without a step in the last exchange of parts.", self._last_pause),
         }
         drafts, positions = self._drafts, self._drafts.by_position

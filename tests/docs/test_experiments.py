@@ -1,5 +1,6 @@
 """The page on experiments tells every key and every metric, and no other."""
 
+from hotswap.core.config.files import read_file
 from hotswap.lab.experiment import Experiment
 from hotswap.lab.metrics import GAPS, LATENCIES, METRICS
 from hotswap.lab.statistics.settings import Settings
@@ -28,6 +29,12 @@ def test_every_metric_is_told(pages):
     latencies = {*LATENCIES, *GAPS}
     others = {spec.name for spec in METRICS if spec.name.rpartition("_")[0] not in latencies}
     assert set(told) == latencies | others
+
+
+def test_every_technique_that_ships_is_told_in_the_order_of_its_file(pages):
+    shipped = [read_file(file)["name"] for file in sorted((pages.ROOT / "examples" / "techniques").glob("*.yaml"))]
+    told = (pages.ROOT / "docs" / "techniques.md").read_text("utf-8").partition("## ")[0]
+    assert [row[0] for row in pages.table(told)] == shipped
 
 
 def test_settings_of_the_statistics_are_told_elsewhere():

@@ -290,7 +290,7 @@ def loaded(run, tiny, planted):
     (["attention=RunRaises"], "attention 'RunRaises' raised"),
     (["attention=RunRaises", "kvcache=radix", "scheduler=Own"], "attention 'RunRaises' raised"),
 ])
-def test_a_part_that_raises_in_its_first_steps_gives_way_again_and_no_request_ends(loaded, sets, blamed):
+def test_a_part_that_raises_in_its_first_steps_gives_way_again_and_no_request_ends(loaded, sets, blamed, caplog):
     engine, prompts, expected = loaded
     before, labels = engine.built.effective(), [part["name"] for part in engine.built.listing()]
 
@@ -309,6 +309,9 @@ def test_a_part_that_raises_in_its_first_steps_gives_way_again_and_no_request_en
     there, back = engine.hearing.heard[:len(sets)], engine.hearing.heard[len(sets):]
     assert [(old, new) for old, new, _ in back] == [(new, old) for old, new, _ in there]
     assert all(blamed in problem for *_, problem in back)
+    told = [record for record in caplog.records if "gives way again to" in record.getMessage()]
+    assert len(told) == len(sets) and all(
+        record.levelname == "ERROR" and blamed in record.getMessage() for record in told)
     engine.assert_clean()
 
 

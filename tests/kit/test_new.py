@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from hotswap.core.config import load_config
 from hotswap.core.config.check import check_config
-from hotswap.core.interfaces.component import ComponentRef
+from hotswap.core.interfaces.component import ComponentOptions, ComponentRef
 from hotswap.core.registry import INTERFACES, Registry
 from hotswap.core.testing.suites import SUITES
 from hotswap.server.cli import main
@@ -73,6 +73,19 @@ def test_a_test_file_is_a_subclass_with_a_fixture_and_something_of_its_own(proje
     assert methods[0] == SUITES[kind].maker
     assert any(name.startswith("test_") for name in methods) or any(
         isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in tree.body)
+
+
+@pytest.mark.usefixtures("found")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_has_options_of_its_own_each_with_a_default_and_a_sentence(projects, kind):
+    points = tomllib.loads((projects[kind] / "pyproject.toml").read_text())["project"]["entry-points"]
+    [name] = points[f"hotswap.{kind}"]
+    part = Registry().load(kind, name)
+    assert issubclass(part.Options, ComponentOptions)
+    assert part.Options.__module__ == part.__module__, "it has none of its own"
+    assert part.Options.model_fields
+    for option, field in part.Options.model_fields.items():
+        assert not field.is_required() and (field.description or "").endswith("."), option
 
 
 def test_projects_are_lint_clean(projects):

@@ -132,6 +132,20 @@ def test_reasoning_counts_for_the_first_delivery_and_not_for_the_first_of_the_an
     assert stub.bodies[0]["messages"] == [{"role": "user", "content": "why?"}]
 
 
+def test_a_tool_call_counts_as_the_answer(stub, measure):
+    def script(reply):
+        reply.begin()
+        reply.say(1, delta={"reasoning": "hm"})
+        time.sleep(0.05)
+        reply.say(3, delta={"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]})
+        reply.end("tool_calls")
+
+    stub.script = script
+    [record] = measure(1, ClosedLoop(1), chat=True, decode=lambda ids: "why?").requests
+    assert record.error is None and record.finish_reason == "tool_calls" and record.output_tokens == 4
+    assert [time for time, _ in record.chunks][1] == record.answered >= record.chunks[0][0] + 0.05
+
+
 def test_a_503_is_a_failure_with_its_status_and_never_a_fast_success(stub, measure):
     def script(reply):
         if len(stub.bodies) % 2:

@@ -250,11 +250,12 @@ def test_arms_in_processes_of_their_own_tell_their_memory_and_one_that_is_killed
     assert {block.pair for block in blocks} == {0, 1}
     for block in blocks:
         assert block.engine["rss_peak_bytes"] > 50e6
+        assert 2 * 2048 <= block.engine["kv_peak_bytes"] < 8 * 2048, "of three requests with up to 26 tokens"
         assert block.engine["steps"] > 0 and block.engine["queued_requests"] == 6
         assert block.cpu > 0
         assert all(record.cached_tokens == 0 and len(record.tokens) == 6 for record in block.requests)
     compared = {found.metric for found in read_result(out / "result.json").comparisons if found.n_pairs}
-    assert {"rss_peak", "queue_mean", "preemptions", "step_time"} <= compared
+    assert {"rss_peak", "kv_peak", "queue_mean", "preemptions", "step_time"} <= compared
     found = read_result(out / "result.json")
     assert found.divergences == [] and found.outputs_compared == {"static": 2 * 6}
 

@@ -9,6 +9,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hotswap.core.hooks import Observer, hookimpl
+from hotswap.core.interfaces.kvcache import CacheUsage
 from hotswap.core.live import LiveComponents
 from hotswap.core.request import Handoff
 from hotswap.core.testing.rig import Rig, build, expected, make_rig, random_prompt
@@ -155,6 +157,40 @@ def test_waiting_and_running_are_those_of_the_moment():
     found = scrape(metrics)
     assert (found["hotswap:num_requests_running"], found["hotswap:num_requests_waiting"]) == (0, 0)
     assert found["hotswap:kv_cache_usage_perc"] == 0
+
+
+def test_the_most_that_requests_have_held_is_remembered():
+    metrics, rig, live = watched("metrics")
+    held = []
+
+    class Held(Observer):
+        @hookimpl
+        def hotswap_step_finished(self, usage: CacheUsage) -> None:
+            held.append(usage.held / usage.total)
+
+    live.add(Held())
+    for number in range(3):
+        rig.add(f"r{number}", [1, 2, 3], 9 * (number + 1))
+    rig.run()
+    found = scrape(metrics)
+    assert found["hotswap:kv_cache_peak_perc"] == max(held) > held[-1]
+    assert found["hotswap:kv_cache_usage_perc"] < max(held)
+
+
+def test_exchanges_and_parts_that_gave_way_again_are_counted():
+    metrics, _, live = watched("metrics")
+    told = {"path": "scheduler", "kind": "scheduler", "old": "scheduler:a", "new": "scheduler:b", "options": {},
+            "pause": 0.25, "handed_over": 1, "recomputed": 2, "problem": "", "time": 1.0}
+    live.observers.notify("hotswap_component_exchanged", **told)
+    live.observers.notify("hotswap_component_exchanged", **told | {"path": "kvcache", "kind": "kvcache"})
+    live.observers.notify("hotswap_component_exchanged", **told | {
+        "old": "scheduler:b", "new": "scheduler:a", "problem": "it raised", "pause": 0.5, "recomputed": 3, "time": 2.0})
+    found = scrape(metrics)
+    assert found["hotswap:component_exchanges_total"] == 2
+    assert found["hotswap:component_rollbacks_total"] == 1
+    assert found["hotswap:exchange_recomputed_requests_total"] == 2 + 3, "two parts of one exchange: once"
+    assert found["hotswap:exchange_last_pause_seconds"] == 0.5
+    assert live.observers.failures == 0
 
 
 def test_latencies_are_what_the_clock_says():

@@ -1,10 +1,12 @@
 """An attention backend: writes new keys and values into the pages, then attends."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from hotswap.core.interfaces.attention import NHD, AttentionBackend, AttentionSupport, BatchLimits, GroupShape
+from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.layout import BatchLayout
 
 
@@ -23,6 +25,10 @@ class MyPart(AttentionBackend):
 
     T tokens of the batch, H query heads, K key-value heads, D head size, S tokens a page; m queries, L keys of a row.
     """
+
+    class Options(ComponentOptions):
+        max_queries: Annotated[int, Field(ge=1)] = 256
+        """So many tokens of a prompt attend at a time: the scores take so many times the length of memory."""
 
     def support(self) -> AttentionSupport:
         """Any device, head size, page size, window and softcap. What is not supported is refused at the start."""
@@ -53,10 +59,12 @@ class MyPart(AttentionBackend):
         start = 0
         for row, (queries, length) in enumerate(zip(layout.query_lens, layout.kv_lens.tolist(), strict=True)):
             table = pages.page_table[row, : -(-length // pages.page_size)]
-            end = start + queries
-            out[start:end] = _attend(
-                q[start:end], keys[table].flatten(0, 1)[:length], values[table].flatten(0, 1)[:length], state.shape)
-            start = end
+            own_keys, own_values = keys[table].flatten(0, 1), values[table].flatten(0, 1)
+            for first in range(0, queries, self.options.max_queries):
+                last = min(queries, first + self.options.max_queries)
+                piece, seen = slice(start + first, start + last), length - queries + last
+                out[piece] = _attend(q[piece], own_keys[:seen], own_values[:seen], state.shape)
+            start += queries
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: GroupShape) -> torch.Tensor:

@@ -12,3 +12,8 @@ class TestMyPart(AttentionSuite):
         support = self.make_backend().support()
         assert support.windows and support.softcap
         assert len(self.cases()) > 20
+
+
+class TestMyPartInPieces(TestMyPart):
+    def make_backend(self) -> MyPart:
+        return MyPart(MyPart.Options(max_queries=2))

@@ -1,8 +1,12 @@
 """An eviction policy: which page of the cache goes first where there is no room."""
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from itertools import islice
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.kvcache import EvictionPolicy
 
 
@@ -12,6 +16,10 @@ class MyPart(EvictionPolicy):
     Choose it ... (for prompts that come round in turn and do not all fit: the least recently used page is then the one
     that is needed next).
     """
+
+    class Options(ComponentOptions):
+        spared: Annotated[int, Field(ge=0)] = 0
+        """So many of those that were given up last stay, as long as there are others."""
 
     def __init__(self, options: Any = None, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, parts)
@@ -37,7 +45,9 @@ class MyPart(EvictionPolicy):
 
     def pick(self) -> Hashable:
         """The page to evict. It stays a candidate until ``on_remove``."""
-        for page in reversed(self.idle):
+        for page in islice(reversed(self.idle), self.options.spared, None):
+            return page
+        for page in self.idle:
             return page
         raise IndexError("every cached page is held")
 

@@ -15,3 +15,12 @@ class TestMyPart(EvictionPolicySuite):
         for page in ("b", "c", "a"):
             policy.on_unpin(page)
         assert policy.pick() == "a"
+
+    def test_what_is_spared_goes_once_nothing_else_is_left(self) -> None:
+        policy = MyPart(MyPart.Options(spared=1)).clone()
+        for page in ("a", "b"):
+            policy.on_insert(page)
+            policy.on_unpin(page)
+        assert policy.pick() == "a"
+        policy.on_remove("a")
+        assert policy.pick() == "b"

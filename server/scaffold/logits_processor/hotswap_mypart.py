@@ -19,6 +19,10 @@ class MyPart(LogitsProcessor):
     Choose it ... (say when: `hotswap plugins show logits_processor:mypart` prints this).
     """
 
+    class Options(component.ComponentOptions):
+        limit: Annotated[float, Field(gt=0)] = 100.0
+        """What a request adds is cut to so much, up or down."""
+
     class RequestOptions(component.RequestOptions):
         tokens: Annotated[list[int], Field(min_length=1, max_length=100, examples=[[3, 5]])]
         """Token ids."""
@@ -39,7 +43,8 @@ class MyPart(LogitsProcessor):
     def begin(self, request: NewRequest) -> None:
         """It arrives; what it sent has been validated. After a suspension it arrives again."""
         asked = self.RequestOptions.model_validate(request.sampling.extra[self.name])
-        self.asked[request.id] = [token for token in asked.tokens if 0 <= token < self.vocab_size], asked.by
+        by = max(-self.options.limit, min(self.options.limit, asked.by))
+        self.asked[request.id] = [token for token in asked.tokens if 0 <= token < self.vocab_size], by
 
     def apply(self, logits: "torch.Tensor", rows: Sequence[LogitsRow]) -> None:
         """Change ``logits`` [N, V] in place, at the given rows only."""

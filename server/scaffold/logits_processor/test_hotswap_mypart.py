@@ -29,3 +29,13 @@ class TestMyPart(LogitsProcessorSuite):
         processor.apply(logits, [LogitsRow(0, "r")])
         assert logits[0, 2] == 3.0
         assert logits.count_nonzero() == 1
+
+    def test_nobody_adds_more_than_the_limit(self) -> None:
+        processor = MyPart(MyPart.Options(limit=2.0))
+        processor.configure(self.vocab_size)
+        for request, by in (("up", 3.0), ("down", -3.0)):
+            params = SamplingParams(extra={NAME: {"tokens": [2], "by": by}})
+            processor.begin(NewRequest(request, [1], 1, params, seed=0))
+        logits = torch.zeros(2, self.vocab_size)
+        processor.apply(logits, [LogitsRow(0, "up"), LogitsRow(1, "down")])
+        assert logits[:, 2].tolist() == [2.0, -2.0]

@@ -1,14 +1,15 @@
 """A model: the layers of one family, written with logical axes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch.nn import functional
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.attention import GroupShape
-from hotswap.core.interfaces.component import Description
+from hotswap.core.interfaces.component import ComponentOptions, Description
 from hotswap.core.interfaces.kvcache import CacheSpec
 from hotswap.core.interfaces.model import Attend, Model, ModelFacts
 from hotswap.core.interfaces.quantization import PACKED_WEIGHTS
@@ -28,6 +29,10 @@ class MyPart(Model):
 
     T tokens of the step, H query heads, K key-value heads, D head size; H and K are those of this rank.
     """
+
+    class Options(ComponentOptions):
+        softcap: Annotated[float, Field(gt=0)] | None = None
+        """Logits are squashed to what lies between -softcap and softcap."""
 
     @classmethod
     def facts(cls, config: dict[str, Any]) -> ModelFacts:
@@ -120,4 +125,5 @@ class MyPart(Model):
 
     def head(self, rows: torch.Tensor) -> torch.Tensor:
         """[N, hidden] -> logits [N, V], float32."""
-        return self.lm_head(self.norm(rows))
+        logits, cap = self.lm_head(self.norm(rows)), self.options.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,16 +1,25 @@
 """The kit compares it with transformers, whole, in chunks, in batches and over ranks; then what is its own."""
 
 import pytest
+import torch
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.modeling.checkpoint import Checkpoint
 from hotswap.core.testing.checkpoints import LLAMA
-from hotswap.core.testing.model import ModelSuite
+from hotswap.core.testing.dense import loaded, logits_of
+from hotswap.core.testing.model import IDS, ModelSuite
 from hotswap_mypart import MyPart
 
 
 class TestMyPart(ModelSuite):
     def make_model(self) -> MyPart:
         return MyPart()
+
+    def test_a_softcap_squashes_the_logits(self, checkpoint: Checkpoint) -> None:
+        plain = logits_of(loaded(MyPart(), checkpoint), IDS)
+        capped = logits_of(loaded(MyPart(MyPart.Options(softcap=0.01)), checkpoint), IDS)
+        assert plain.abs().max() > 0.01
+        torch.testing.assert_close(capped, 0.01 * torch.tanh(plain / 0.01))
 
 
 class TestMyPartWithATiedHead(TestMyPart):
