@@ -126,6 +126,8 @@ def test_what_simulations_are_said_to_have_found_is_what_they_found(tables):
     assert f"called different in {named} of {len(null)} experiments, and the slowdown was found in {found} of" in page
     real = [bool(run.verdicts) for run in tables.real_runs.kept("null")]
     assert named + sum(real) <= 16 * (len(null) + len(real)) / 200
+    assert ("have not been measured yet" in readme) is not bool(real)
+    assert not real or f"(`real_runs.py null`) | {len(real)} | {sum(real)} with any better or worse" in readme
     slowed = ["worse" in run.verdicts.values() for run in tables.real_runs.kept("power")]
     assert f"on the real engine, in {sum(slowed)} of {len(slowed)} runs" in page
 

@@ -69,6 +69,17 @@ def test_hotswap_commands_parse_and_their_configs_hold(shell_line, pages):
                 check_experiment(given, file.parent)
 
 
+def test_commands_that_only_look_are_run_as_they_stand(shell_line, pages, monkeypatch):
+    monkeypatch.chdir(pages.ROOT)
+    for arguments in hotswap_commands(shell_line):
+        looks = arguments[0] == "config" or arguments[:2] == ["plugins", "show"] or arguments in (
+            ["plugins"], ["plugins", "--json"])
+        if looks:
+            done = CliRunner().invoke(main, arguments)
+            assert done.exit_code == 0, done.output
+            assert done.stdout.strip()
+
+
 def check_experiment(given, folder):
     """The file is one, and each of its arms a config that can work."""
     experiment = load_experiment(given, folder)
