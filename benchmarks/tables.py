@@ -70,7 +70,7 @@ def runs(found: Sequence[real_runs.Run]) -> str:
 def machine(results: Sequence[Result]) -> str:
     """What they were measured on; once where it was the same."""
     told = dict.fromkeys(
-        f"{found['cores']} cores of {found['processor']}, {found['platform']}, torch {found['versions']['torch']}"
+        f"{found['cores']} cores of {found['processor']}, torch {found['versions']['torch']}"
         for found in (result.environment for result in results))
     return f"Measured on {'; '.join(told)}."
 

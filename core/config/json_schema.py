@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from hotswap.core.config.check import AUTO, kind_of, named
+from hotswap.core.config.check import AUTO, CHOSEN, kind_of, named
 from hotswap.core.config.schema import LISTS, SECTIONS, Config
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join
@@ -98,7 +98,7 @@ def _used(config: Config, registry: Registry) -> dict[str, set[str]]:
     used: dict[str, set[str]] = {}
 
     def visit(kind: str, ref: ComponentRef, path: str) -> None:
-        if ref.use == AUTO and kind == "attention":
+        if ref.use == AUTO and kind in CHOSEN:
             return
         used.setdefault(kind, set()).add(ref.use)
         for name, mark, value in parts_of(registry.options(kind, ref, path)):

@@ -31,7 +31,7 @@ def result(name, effect):
     steps = replace(compared, metric="step_time")
     return Result(
         {"name": name, "out": f"/tmp/somewhere/{name}"},
-        {"cores": 2, "processor": "Some CPU", "platform": "Linux", "versions": {"torch": "2.13"}},
+        {"cores": 2, "processor": "Some CPU", "versions": {"torch": "2.13"}},
         [spec_of("tpot_p50"), spec_of("step_time")],
         [BlockRecord(arm, pair, pair, 30.0, records) for pair in range(2) for arm in ("base", "arm")],
         [compared, steps], "time is over", False, configs={"base": {}, "arm": {}},
@@ -83,12 +83,12 @@ def test_a_folder_without_results_is_refused_and_takes_nothing_away(tables, tmp_
 
 def test_a_table_is_put_in_its_place_and_what_differs_from_the_data_would_be_seen(tables, measured, tmp_path):
     tables.keep(measured, tmp_path / "kept")
-    page = "# P\n\n<!-- table: techniques -->\n\nold\n\n<!-- end of table: techniques -->\n\n<!-- table: b -->\nx\n" \
-           "<!-- end of table: b -->\n"
+    page = ("# P\n\n<!-- table: techniques -->\n\nformer\n\n<!-- end of table: techniques -->\n\n"
+            "<!-- table: b -->\nx\n<!-- end of table: b -->\n")
     made = tables.techniques(tables.kept(tmp_path / "kept"))
     written = tables.put(page, "techniques", made)
-    assert "<!-- table: techniques -->\n\nMeasured on 2 cores of Some CPU, Linux, torch 2.13." in written
-    assert "| Second | `base` | `arm` | **+25.0 % (+24.0 % … +26.0 %) ↓** |" in written and "old" not in written
+    assert "<!-- table: techniques -->\n\nMeasured on 2 cores of Some CPU, torch 2.13." in written
+    assert "| Second | `base` | `arm` | **+25.0 % (+24.0 % … +26.0 %) ↓** |" in written and "former" not in written
     assert written.endswith("<!-- table: b -->\nx\n<!-- end of table: b -->\n")
     assert tables.stands(written, "techniques") == made.strip() and tables.put(written, "techniques", made) == written
     assert tables.stands(written.replace("+25.0 %", "+25.1 %"), "techniques") != made.strip()
@@ -138,7 +138,7 @@ def words(text):
 
 def test_the_lines_that_the_page_on_experiments_shows_are_of_the_run_that_it_names(tables):
     page = (ROOT / "docs" / "experiments.md").read_text("utf-8")
-    shown, told = re.search(r"## What it says\n\n```text\n(.*?)```(.*?)\n\n", page, re.DOTALL).groups()
+    shown, told = re.search(r"## What it says\n\n```text\n(.*?)```\n\n(.*?)\n\n", page, re.DOTALL).groups()
     kind, number = re.search(r"`benchmarks/experiment/data/real-(\w+)/(\d+)`", told).groups()
     run = next(run for run in tables.real_runs.kept(kind) if run.folder.name == number)
     measured = set(map(words, render_table(run.result).splitlines()))

@@ -167,6 +167,12 @@ def test_config_schema_has_the_options_of_the_named_components(run, file):
     assert run("config", "schema").exit_code == 2
 
 
+def test_what_auto_will_choose_is_no_component_whose_options_the_schema_could_have(run, file):
+    told = run("config", "schema", file(attention="auto", execution={"use": "auto", "depth": 2}))
+    assert told.exit_code == 0, told.output
+    assert "stop_timeout_s" not in told.stdout and "max_draft" in told.stdout
+
+
 @pytest.mark.parametrize("command", [("config", "check"), ("config", "show"), ("config", "schema"), ("serve",)])
 @pytest.mark.parametrize(
     ("changes", "message"),
