@@ -64,8 +64,9 @@ class _Group:
         return self.parameters[:, 2:3]
 
     @property
-    def min_p(self) -> torch.Tensor:
-        return self.parameters[:, 3:4]
+    def least_weight(self) -> torch.Tensor:
+        """Min-p, as a whole number of a weight."""
+        return (self.parameters[:, 3:4] * _ONE).ceil()
 
     @property
     def typical_p(self) -> torch.Tensor:
@@ -283,7 +284,8 @@ def _candidates(
             if part.filtered:
                 yield from _filtered(x, top[:, None], part)
             else:
-                yield part.rows, _Candidates(_cut_rest(_weights(x, top[:, None], part), part), None)
+                weights = _weights(x, top[:, None], part, part.cuts_min_p)
+                yield part.rows, _Candidates(_cut_typical(weights, part) if part.cuts_typical else weights, None)
 
 
 def _together(rows: torch.Tensor) -> "torch.Tensor | slice":
@@ -294,13 +296,21 @@ def _together(rows: torch.Tensor) -> "torch.Tensor | slice":
     return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
-def _weights(x: torch.Tensor, top: torch.Tensor, group: _Group) -> torch.Tensor:
-    """Logits [n, K], the row's best being ``top`` [n, 1] -> int64 in [0, 2**40] in proportion to probability.
+def _weights(x: torch.Tensor, top: torch.Tensor, group: _Group, cut_min_p: bool = False) -> torch.Tensor:
+    """Logits [n, K], the row's best being ``top`` [n, 1] -> int64 in [0, 2**40] in proportion to probability; what
+    min-p leaves, where it comes first.
 
     The best is taken away before the division, so that no temperature can overflow.
     """
     scale = (1.0 / (group.temperature * log(2.0))).to(x.dtype)
-    return _exp2_((x - top).mul_(scale)).mul_(_ONE).long()
+    weights = _exp2_((x - top).mul_(scale)).mul_(_ONE)
+    if cut_min_p:
+        # Kept is what exceeds the last float32 below the least weight. Operators on bool and int64 take a multiple.
+        least = group.least_weight
+        nearest = least.to(x.dtype)
+        below = torch.where(nearest >= least, torch.nextafter(nearest, torch.full_like(nearest, -inf)), nearest)
+        weights.mul_((weights - below).sign_().clamp_(min=0))
+    return weights.long()
 
 
 def _exp2_(x: torch.Tensor) -> torch.Tensor:
@@ -361,7 +371,7 @@ def _cut_top(weights: torch.Tensor, mass: torch.Tensor | None, group: _Group) ->
 def _cut_rest(weights: torch.Tensor, group: _Group) -> torch.Tensor:
     """Min-p, then typical. Changes ``weights``."""
     if group.cuts_min_p:
-        weights.mul_(weights >= (group.min_p * _ONE).ceil().long())  # masked_fill_ has a branch per token
+        weights.mul_(weights >= group.least_weight.long())  # masked_fill_ has a branch per token
     return _cut_typical(weights, group) if group.cuts_typical else weights
 
 

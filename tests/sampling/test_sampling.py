@@ -190,6 +190,19 @@ def test_a_faulty_row_is_an_error_of_its_own_and_its_neighbours_keep_their_token
     assert not probs[[0, 1, 3, 4]].isnan().any()
 
 
+@pytest.mark.parametrize("min_p", [1e-9, 0.01, 0.1, 1 / 3, 0.5, 1.0])
+def test_min_p_leaves_the_same_before_weights_are_whole_numbers_and_behind_another_filter(
+    min_p: float, make_batch: Any
+) -> None:
+    """Of float32 logits, and of some that are just at the limit."""
+    logits = random_logits(5, 3000, seed=3)
+    logits[:, ::3] = logits.amax(-1, keepdim=True) + float(np.log(min_p))
+    whole = processed_probs(logits, make_batch([SamplingParams(min_p=min_p)] * 5))
+    sorted_ = processed_probs(logits, make_batch([SamplingParams(min_p=min_p, top_k=3000)] * 5))
+    assert torch.equal(whole, sorted_)
+    assert (whole > 0).any(-1).all()
+
+
 @pytest.mark.parametrize("draw", [0.0, 0.5, 1 - 2**-53])
 def test_no_draw_picks_a_token_of_weight_zero(draw: float) -> None:
     weights = torch.zeros(4, 1000, dtype=torch.int64)
