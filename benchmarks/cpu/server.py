@@ -94,7 +94,8 @@ def _of_arm(runs: Sequence[Run], name: str) -> dict[str, Spread | None]:
         share_of_offline(runs, name),
         Spread.of([http[number]["cpu_us_tok"] - offline[number]["cpu_us_tok"] for number in both]),
         of_http("client_us_tok"), of_http("itl_p50_ms"), of_http("itl_p99_ms"),
-        Spread.of([figures["itl_p99_ms"] / figures["itl_p50_ms"] for figures in http.values()]),
+        Spread.of([  # without those in which most tokens came with others
+            figures["itl_p99_ms"] / figures["itl_p50_ms"] for figures in http.values() if figures["itl_p50_ms"]]),
         Spread.of([figures["idle_percent"] for figures in by_load.get("idle", {}).values()]))
     return dict(zip(COLUMNS[1:], values, strict=True))
 

@@ -30,6 +30,14 @@ def test_a_server_is_charged_with_what_its_engine_does_not_use_in_the_same_round
     assert told(found).splitlines()[2].startswith("| arm | 0.85 (0.80–0.90) | 50.0 (40.0–60.0) | 20.0 (20.0–20.0) |")
 
 
+def test_where_most_tokens_came_with_others_there_is_no_ratio_of_gaps():
+    from benchmarks.cpu.server import summary
+
+    burst = run("http", 1, out_tok_s=1.0, cpu_us_tok=1.0, client_us_tok=1.0, itl_p50_ms=0.0, itl_p99_ms=5.0)
+    assert summary([burst])["arm"]["p99/p50"] is None
+    assert summary([burst, http(2, 1.0, 1.0, 25.0)])["arm"]["p99/p50"].median == 2.5
+
+
 def test_an_arm_is_a_name_and_the_keys_that_it_changes(fake, tmp_path):
     from benchmarks.cpu.server import TINY, arms_of
 
