@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from hotswap.core.explain import redact
@@ -58,6 +59,21 @@ def rows(result: Result) -> dict[str, list[Row]]:
                 found.metric, words.value(found.base_value, spec.unit), words.value(found.arm_value, spec.unit),
                 words.effect(found.effect, spec), words.interval(found, spec), words.verdict(found, spec), found, spec))
     return by_arm
+
+
+def uncompared(result: Result) -> list[str]:
+    """Metrics that one of two arms tells and the other never does, such as the acceptance length of the one that
+    drafts."""
+    units = {spec.name: spec.unit for spec in result.metrics}
+    lines = []
+    for found in result.comparisons:
+        name, pairs = found.metric, result.pairs.get(found.arm, ())
+        told = {base_of(result): [pair.base[name] for pair in pairs if name in pair.base],
+                found.arm: [pair.arm[name] for pair in pairs if name in pair.arm]}
+        if sum(bool(values) for values in told.values()) == 1:
+            lines += [f"{arm}: {name} {words.value(median(values), units[name])} in the median of its blocks, with "
+                      "nothing to compare it with" for arm, values in told.items() if values]
+    return list(dict.fromkeys(lines))
 
 
 def headline(lines: Sequence[Row]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from hotswap.lab.records import Outcome, Result
 from hotswap.lab.report import words
-from hotswap.lab.report.content import Row, base_of, divergence_lines, rows, tallies
+from hotswap.lab.report.content import Row, base_of, divergence_lines, rows, tallies, uncompared
 
 LEGEND = (
     "Effects are changes against the base, with intervals that hold together. **Bold**: better (↑) or worse (↓). "
@@ -53,7 +53,7 @@ def _cell(row: Row) -> str:
 def _notes(title: str, result: Result) -> list[str]:
     """What one has to know to trust a line: what failed, and outputs that differ."""
     found = [f"{title}: {tally.arm}: failed: {tally.failures}" for tally in tallies(result) if tally.statuses]
-    found += [f"{title}: {line}" for line in divergence_lines(result, 0)]
+    found += [f"{title}: {line}" for line in (*uncompared(result), *divergence_lines(result, 0))]
     if result.partial:
         found.append(f"{title}: partial: {result.stopped}")
     return found

@@ -37,7 +37,8 @@ def render_page(result: Result) -> str:
         strips={arm: strips(lines) for arm, lines in tables.items()}, classes=CLASSES,
         distributions=distributions, paired=list(paired), timelines=timelines, labels=list(STATISTICS),
         percentiles=list(content.percentiles(result)), tallies=content.tallies(result),
-        outputs=content.outputs(result, DIVERGENCES), confidence=content.confidence(result),
+        uncompared=content.uncompared(result), outputs=content.outputs(result, DIVERGENCES),
+        confidence=content.confidence(result),
         differences=content.config_differences(result),
         environment=content.flat(result.environment), experiment=content.flat(redact(dict(result.experiment))),
         disturbed_cores=BUSY_CORES, data=_json(figures), plotly=Markup(get_plotlyjs()))

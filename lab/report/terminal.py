@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from hotswap.lab.records import Result
-from hotswap.lab.report.content import Row, Tally, base_of, confidence, headline, outputs, rows, tallies
+from hotswap.lab.report.content import Row, Tally, base_of, confidence, headline, outputs, rows, tallies, uncompared
 
 DIVERGENCES = 3
 FAILURES = "in the latencies that are compared, a request that failed is without end"
@@ -44,6 +44,7 @@ def _beneath(result: Result) -> Iterator[str]:
         yield f"{tally.arm}: {_told(tally)}"
     if any(tally.statuses for tally in told):
         yield FAILURES
+    yield from uncompared(result)
     yield from outputs(result, DIVERGENCES)
     if not result.partial:
         yield f"Ended: {result.stopped}."

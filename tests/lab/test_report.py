@@ -122,6 +122,19 @@ def test_of_how_many_requests_outputs_differ_is_said_only_where_it_is_known(resu
         replace(result, outputs_compared=None))
 
 
+def test_what_only_one_arm_tells_is_told_without_a_verdict(result):
+    pairs = [Pair({"e2e_p50": 1.0}, {"e2e_p50": 1.0, "acceptance_length": 2.0 + n}, n % 2 == 0) for n in range(3)]
+    found = [compared(), compared("acceptance_length", Outcome.NOT_ENOUGH_DATA, nan, n_pairs=0)]
+    drafts = replace(
+        alone(found[0]), comparisons=found,
+        configs={"none": {}, "arm": {}}, pairs={"arm": pairs})
+    line = "arm: acceptance_length 3.00 tokens in the median of its blocks, with nothing to compare it with"
+    assert line in render_table(drafts).splitlines()
+    assert f"<p>{line}</p>" in render_page(drafts)
+    assert f"- Drafts: {line}" in render_overview({"Drafts": drafts}).splitlines()
+    assert "with nothing to compare" not in render_table(result), "what neither tells is left out"
+
+
 def test_intervals_say_with_which_confidence_they_hold(result):
     assert "  95 % INTERVAL  " in render_table(result)
     wider = replace(result, experiment={**result.experiment, "statistics": {"confidence": 0.999}})
