@@ -5,7 +5,6 @@ gives other ids of the same lengths: a run that must not find the last run's pre
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 SEED = 20261129
@@ -44,8 +43,3 @@ def prefix(salt: int = 0) -> list[Item]:
     rng = random.Random(SEED + 3 + 1000 * salt)
     shared = _ids(rng, 1024)
     return [Item(shared + _ids(rng, 32), 32) for _ in range(32)]
-
-
-WORKLOADS: dict[str, Callable[[int], list[Item]]] = {
-    "single": single, "batch8": batch8, "mixed": mixed, "prefix": prefix,
-}
