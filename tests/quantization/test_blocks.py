@@ -9,10 +9,12 @@ import torch
 
 from hotswap.core.interfaces.quantization import LinearWeight, QuantizationSupport
 from hotswap.core.modeling.checkpoint import open_checkpoint
+from hotswap.core.modeling.gguf import BlockRows
 from hotswap.core.modeling.mesh import Shard
 from hotswap.core.testing.quantization import product, random_blocks, random_rows
 from hotswap.core.testing.rig import build
 from hotswap.plugins.quantization.gguf import FORMATS
+from hotswap.plugins.quantization.kernel_linear import no_kernels
 from hotswap.plugins.quantization.torch_linear import Int4Linear
 
 
@@ -108,6 +110,14 @@ def test_a_part_that_ends_within_a_block_is_multiplied_as_it_is_stored(name, ker
     assert (packed(x).double() - expected).norm() / size <= 0.02
     assert packed.nbytes < 64 * 320 * 2, "it was dequantised"
     assert not caplog.records
+
+
+@pytest.mark.skipif(bool(no_kernels()), reason=no_kernels())
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_kernels_multiply_as_it_is_stored_is_not_dequantised(name, monkeypatch):
+    blocks, packer = random_blocks(name, 24, 512), build("quantization", "gguf")
+    monkeypatch.setattr(BlockRows, "dequantize", lambda self: pytest.fail("dequantised for nothing"))
+    packer.pack(LinearWeight(("a",), (blocks,), None, torch.float32, "cpu"))
 
 
 def test_a_part_that_begins_within_a_group_is_dequantised_and_that_is_said_once(caplog):
