@@ -53,7 +53,8 @@ class CPUAttention(AttentionBackend):
 
     def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> "_State":
         kernels = import_module("hotswap.plugins.cpu.attention_kernels")  # late: it imports numba
-        plan, attend = kernels.plan, getattr(kernels, f"attend_{limits.dtype}")
+        odd = "_odd" if limits.dtype == "bfloat16" and shape.head_dim % 2 else ""
+        plan, attend = kernels.plan, getattr(kernels, f"attend_{limits.dtype}{odd}")
         compile_kernels((plan, attend))
         return _State(group, shape, getattr(torch, limits.dtype).itemsize, plan, attend)
 
@@ -74,7 +75,8 @@ class _State:
         self.words = np.zeros(w.NUM_WORDS, np.int64)
         self.address = self.words.ctypes.data
         self.step: tuple[torch.Tensor, ...] = ()
-        self.threads = self.members = 0
+        self.members = 0
+        self.shared = False
         self._held: dict[int, IntArray] = {}
         heads, dims = shape.heads // shape.kv_heads, shape.head_dim
         padded = -(-dims // LANES) * LANES
@@ -87,7 +89,7 @@ class _State:
         for word, size in (
             (w.SUMS, lines * padded * 4),
             (w.SCORES, max(lines * w.TILE_KEYS, w.SHORT_ROWS * w.SHORT_PART) * 4),
-            (w.PLACES, (w.SHORT_PART + w.AHEAD) * 8), (w.COLUMNS, dims * w.TILE_KEYS * 4),
+            (w.PLACES, (w.SHORT_PART + w.AHEAD) * 8), (w.COLUMNS, padded * w.TILE_KEYS * 4),
             (w.LINES, w.TILE_KEYS * padded * 4), (w.GREATEST, lines * 4), (w.TOTALS, lines * 4),
         ):
             self._set((word, offset))
@@ -104,13 +106,10 @@ class _State:
             (w.TABLE, table.data_ptr()), (w.TABLE_WIDTH, table.shape[1]), (w.SLOTS, slots.data_ptr()),
             (w.STARTS, starts.data_ptr()), (w.LENGTHS, lengths.data_ptr()), (w.ROWS, len(lengths)),
             (w.TOKENS, len(slots)))
-        self._plan(self.address, 1)
+        self._plan(self.address, shared=False)
         if self._grow():
-            self._plan(self.address, 1)
-        self.threads = min(torch.get_num_threads(), int(self.words[w.NUM_ITEMS]))
-        if self.threads > self.members:
-            self.members = self.threads
-            self._hold(w.SCRATCH, self.members * int(self.words[w.SCRATCH_BYTES]))
+            self._plan(self.address, shared=False)
+        self.shared = bool(self.words[w.NUM_ITEMS] > 1)
 
     def _grow(self) -> bool:
         """Make room for what ``plan`` has counted; whether there was too little."""
@@ -134,7 +133,10 @@ class _State:
             q.data_ptr(), k.data_ptr(), v.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(),
             *(size * stride for tensor in (q, k, v, out) for stride in tensor.stride()[:2]))
         self._held[w.COUNTERS][:] = 0
-        self._attend(self.address, self.threads)
+        if (members := torch.get_num_threads() if self.shared else 1) > self.members:
+            self.members = members
+            self._hold(w.SCRATCH, members * int(self.words[w.SCRATCH_BYTES]))
+        self._attend(self.address, self.shared)
 
     def _set(self, *words: tuple[int, int]) -> None:
         for word, value in words:

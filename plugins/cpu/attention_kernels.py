@@ -20,7 +20,7 @@ from numba import carray, float32, int32, int64
 from hotswap.plugins.cpu import attention_loops as loops
 from hotswap.plugins.cpu import attention_words as w
 from hotswap.plugins.cpu import row_loops
-from hotswap.plugins.cpu.machine import clear, copy, fetch_add, float_of, inlined, pause, pointer, watch, words
+from hotswap.plugins.cpu.machine import called, clear, copy, fetch_add, float_of, inlined, pause, pointer, watch, words
 from hotswap.plugins.cpu.team import Kernel
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
@@ -28,6 +28,9 @@ FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 
 NOTHING = np.float32(-np.inf)
 """The score of a key that a query does not see."""
+
+PAIRS, SINGLES = np.uint8(0), np.int8(0)
+"""Forms of products, told by their types: see :mod:`.attention_loops`."""
 
 
 @Kernel
@@ -47,11 +50,19 @@ def plan(data):
             if not long:
                 _add_items(at, row, start, count, past, w.SHORT_PART)
                 continue
-            for first in range((count - 1) // tile * tile, -1, -tile):  # the last tile sees most keys
-                _add_items(at, row, start + first, min(tile, count - first), past + first, w.LONG_PART)
+            tiles = _whole(count, tile)
+            size = _whole((past + count) * tiles, w.MOST_PARTS * w.LONG_PART) * w.LONG_PART
+            for first in range((tiles - 1) * tile, -1, -tile):  # the last tile sees most keys
+                _add_items(at, row, start + first, min(tile, count - first), past + first, size)
 
 
-@inlined
+@called
+def _whole(amount, size):
+    """How many times ``size`` covers ``amount``."""
+    return (amount + size - 1) // size
+
+
+@called
 def _add_items(at, row, token, count, position, size):
     """The items of ``count`` queries: for each key head the parts of ``size`` keys that the queries see."""
     begin, end = int64(0), position + count
@@ -77,25 +88,31 @@ def _add_items(at, row, token, count, position, size):
 
 @Kernel
 def attend_float32(data):
-    _attend(words(data), FLOAT32)
+    _attend(words(data), FLOAT32, SINGLES)
 
 
 @Kernel
 def attend_bfloat16(data):
-    _attend(words(data), BFLOAT16)
+    _attend(words(data), BFLOAT16, PAIRS)
+
+
+@Kernel
+def attend_bfloat16_odd(data):
+    """For heads whose last number has no other beside it."""
+    _attend(words(data), BFLOAT16, SINGLES)
 
 
 @Kernel
 def attend_float16(data):
-    _attend(words(data), FLOAT16)
+    _attend(words(data), FLOAT16, SINGLES)
 
 
 @inlined
-def _attend(at, kind):
+def _attend(at, kind, form):
     """One thread of a layer: first the new keys and values are written, and when all are, the items are computed."""
     counters = at[w.COUNTERS]
     scratch = at[w.SCRATCH] + fetch_add(counters + 8 * w.MEMBERS, 1) * at[w.SCRATCH_BYTES]
-    blocks = (at[w.TOKENS] + w.WRITE_TOKENS - 1) // w.WRITE_TOKENS + 1
+    blocks = _whole(at[w.TOKENS], w.WRITE_TOKENS) + 1
     while True:
         work = fetch_add(counters + 8 * w.NEXT, 1)
         if work < blocks:
@@ -111,13 +128,13 @@ def _attend(at, kind):
             pause()
         item = carray(pointer(at[w.ITEMS] + (work - blocks) * w.NUM_FIELDS * 8), w.NUM_FIELDS, int64)
         if item[w.COUNT] * at[w.GROUP] <= w.SHORT_ROWS:
-            _attend_short(at, item, scratch, kind)
+            _attend_short(at, item, scratch, kind, form)
         else:
-            _attend_long(at, item, scratch, kind)
+            _attend_long(at, item, scratch, kind, form)
         _finish(at, item, scratch, kind)
 
 
-@inlined
+@called
 def _write(at, first):
     """The keys and values of some tokens to their slots."""
     slots = carray(pointer(at[w.SLOTS]), at[w.TOKENS], int64)
@@ -130,7 +147,7 @@ def _write(at, first):
             copy(at[w.VALUE_CACHE] + there, at[w.VALUES] + token * at[w.V_TOKEN] + head * at[w.V_HEAD], size)
 
 
-@inlined
+@called
 def _clear(at):
     """Zeros behind the last tokens of rows that begin a page: backends that read pages to their ends may go on."""
     starts = carray(pointer(at[w.STARTS]), at[w.ROWS] + 1, int32)
@@ -146,14 +163,14 @@ def _clear(at):
                 clear(at[w.VALUE_CACHE] + there, (page_size - used) * size)
 
 
-@inlined
+@called
 def _line_of(at, item, line, base, token_stride, head_stride):
     """Where a line of the item lies in a tensor of queries or results."""
     token, head = item[w.TOKEN] + line // at[w.GROUP], item[w.HEAD] * at[w.GROUP] + line % at[w.GROUP]
     return base + token * token_stride + head * head_stride
 
 
-@inlined
+@called
 def _find(at, item, begin, end, places, room):
     """The places of an item's keys from ``begin`` to before ``end``; the last one again as far as there is ``room``."""
     found = carray(pointer(places), room, int64)
@@ -172,7 +189,7 @@ def _find(at, item, begin, end, places, room):
         found[i] = found[filled - 1]
 
 
-@inlined
+@called
 def _hide(at, item, line, begin, count, scores, room):
     """Squash a line's scores of the ``count`` keys from ``begin`` on, and hide those that its query does not see."""
     if at[w.SOFTCAP] != 0:
@@ -183,34 +200,33 @@ def _hide(at, item, line, begin, count, scores, room):
     row_loops.fill(scores, NOTHING, max(int64(0), min(count, position + 1 - begin)), room)
 
 
-@inlined
-def _take_queries(at, item, lines, scratch, pairs, kind):
+@called
+def _take_queries(at, item, lines, scratch, kind, form):
     """As rows of float32; of pairs of bfloat16 as they are, with zeros behind them, since nobody writes there."""
     for line in range(lines):
         query = _line_of(at, item, line, at[w.QUERIES], at[w.Q_TOKEN], at[w.Q_HEAD])
-        if pairs:
+        if loops.in_pairs(kind, form):
             copy(scratch + line * at[w.PADDED] * 4, query, at[w.ROW_BYTES])
         else:
             row_loops.take(query, at[w.HEAD_DIM], float32(1), scratch + line * at[w.PADDED] * 4, kind)
 
 
 @inlined
-def _attend_short(at, item, scratch, kind):
+def _attend_short(at, item, scratch, kind, form):
     """Few lines: keys and values are read once for up to four of them, and never stored in another form."""
     lines, stride, dims, size = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4, at[w.HEAD_DIM], at[w.ROW_BYTES]
     places, scores, sums = scratch + at[w.PLACES], scratch + at[w.SCORES], scratch + at[w.SUMS]
     most = carray(pointer(scratch + at[w.GREATEST]), lines, float32)
     totals = carray(pointer(scratch + at[w.TOTALS]), lines, float32)
     begin, count, width = item[w.BEGIN], item[w.END] - item[w.BEGIN], w.SHORT_PART * 4
-    vectors = (count + row_loops.lanes() - 1) // row_loops.lanes()
-    pairs = loops.has_pairs(kind) and dims % 2 == 0
-    _take_queries(at, item, lines, scratch, pairs, kind)
+    vectors = _whole(count, row_loops.lanes())
+    _take_queries(at, item, lines, scratch, kind, form)
     _find(at, item, begin, item[w.END], places, vectors * row_loops.lanes() + w.AHEAD)
     loops.approach(at[w.VALUE_CACHE], places, w.AHEAD, size)
     for first in range(0, lines, 4):
         loops.score(
             scratch + first * stride, stride, at[w.KEY_CACHE], places, count, size, dims, scores + first * width, width,
-            float_of(at[w.SCALE]), lines - first, pairs, kind)
+            float_of(at[w.SCALE]), lines - first, kind, form)
     for line in range(lines):
         row = scores + line * width
         _hide(at, item, line, begin, count, row, vectors * row_loops.lanes())
@@ -223,7 +239,7 @@ def _attend_short(at, item, scratch, kind):
 
 
 @inlined
-def _attend_long(at, item, scratch, kind):
+def _attend_long(at, item, scratch, kind, form):
     """Many lines: some keys at a time are turned, some values converted, and all lines multiplied with them."""
     lines, stride, dims, size = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4, at[w.HEAD_DIM], at[w.ROW_BYTES]
     places, scores, sums = scratch + at[w.PLACES], scratch + at[w.SCORES], scratch + at[w.SUMS]
@@ -231,10 +247,10 @@ def _attend_long(at, item, scratch, kind):
     most = carray(pointer(scratch + at[w.GREATEST]), lines, float32)
     totals = carray(pointer(scratch + at[w.TOTALS]), lines, float32)
     most[:], totals[:] = NOTHING, float32(0)
-    row_loops.fill(sums, float32(0), 0, -(-lines // w.ROWS_AT_ONCE) * w.ROWS_AT_ONCE * at[w.PADDED])
-    pairs = loops.has_pairs(kind) and dims % 2 == 0
+    row_loops.fill(sums, float32(0), 0, _whole(lines, w.ROWS_AT_ONCE) * w.ROWS_AT_ONCE * at[w.PADDED])
+    pairs = loops.in_pairs(kind, form)
     depth = 2 if pairs else 1  # numbers in a place
-    _take_queries(at, item, lines, scratch, pairs, kind)
+    _take_queries(at, item, lines, scratch, kind, form)
     for begin in range(item[w.BEGIN], item[w.END], w.TILE_KEYS):
         count = min(w.TILE_KEYS, item[w.END] - begin)
         _find(at, item, begin, begin + count, places, w.TILE_KEYS)
@@ -247,7 +263,7 @@ def _attend_long(at, item, scratch, kind):
         for first in range(0, lines, w.ROWS_AT_ONCE):
             loops.multiply(
                 scratch + first * stride, stride, columns, width, scores + first * width, width, dims // depth,
-                w.TILE_KEYS, float_of(at[w.SCALE]), pairs, kind)
+                w.TILE_KEYS, float_of(at[w.SCALE]), kind, form)
         for line in range(lines):
             row = scores + line * width
             _hide(at, item, line, begin, count, row, w.TILE_KEYS)
@@ -257,10 +273,10 @@ def _attend_long(at, item, scratch, kind):
         for first in range(0, lines, w.ROWS_AT_ONCE):
             loops.multiply_add(
                 scores + first * width, width, rows, stride, sums + first * stride, stride, w.TILE_KEYS // depth,
-                at[w.PADDED], pairs, kind)
+                at[w.PADDED], kind, form)
 
 
-@inlined
+@called
 def _follow(scores, sums, sum_vectors, most, totals, line):
     """The online softmax: the weights of more scores, and what was summed before brought to their greatest one."""
     vectors = w.TILE_KEYS // row_loops.lanes()
@@ -274,7 +290,7 @@ def _follow(scores, sums, sum_vectors, most, totals, line):
     totals[line] += row_loops.exponentials(scores, vectors, shift)
 
 
-@inlined
+@called
 def _finish(at, item, scratch, kind):
     """Give out what an item has found; of an item of several parts, the last one to come merges all."""
     lines, stride, vectors = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4, at[w.PADDED] // row_loops.lanes()
@@ -298,7 +314,7 @@ def _finish(at, item, scratch, kind):
         row_loops.give(sums + line * stride, float32(1) / totals[line], target, at[w.HEAD_DIM], kind)
 
 
-@inlined
+@called
 def _merge(parts, lines, first, size, stride, sums, most, totals, vectors):
     """The parts' sums, in their order, each brought to the greatest score of all."""
     for line in range(lines):

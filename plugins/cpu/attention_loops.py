@@ -4,8 +4,13 @@ Keys and values lie in pages. Where a row's vectors are is said by ``places``: f
 the cache, int64. ``row_bytes`` is the size of a vector there, and ``size`` its numbers.
 
 *Pairs*: two bfloat16 that follow each other, in the place of a float32. Processors with AVX512_BF16 multiply both, and
-add both products to a float32, with one instruction: nothing needs to be converted. A pair's products are exact, and so
-pairs change nothing but the order of sums, and that numbers below 10^-38 count as zero.
+add both products to a float32, with one instruction: nothing needs to be converted. A pair's products are exact: scores
+differ from those of single numbers by the order of sums alone, and in that numbers below 10^-38 count as zero. Where
+values are multiplied in pairs, which is in long rows, their weights are rounded to bfloat16, as FlashAttention rounds
+them: each by one part in 2^8 at most, so that a result is off by no more than 2^-8 of its values' mean magnitude under
+the weights, and its own rounding to bfloat16 costs up to as much once more. Sums and totals stay float32.
+
+What is to be multiplied in pairs is said by ``form``, by its type: uint8, or int8 for single numbers.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -21,28 +26,32 @@ from hotswap.plugins.cpu.vectors import BLOCK, I32, I64, LINE, Code, integer, pa
 WORD = types.int64
 
 
+def _in_pairs(context, kind, form):
+    return form == types.uint8 and pairs_are_multiplied(context, kind)
+
+
 @intrinsic
-def has_pairs(typing, kind):
-    """Whether the processor multiplies pairs of numbers of ``kind``."""
+def in_pairs(typing, kind, form):
+    """Whether numbers of ``kind`` are multiplied in pairs: where ``form`` says so and the processor does it."""
 
     def generate(context, builder, signature, arguments):
-        return context.get_constant(types.boolean, pairs_are_multiplied(context, kind))
+        return context.get_constant(types.boolean, _in_pairs(context, kind, form))
 
-    return types.boolean(kind), generate
+    return types.boolean(kind, form), generate
 
 
 @intrinsic
 def score(
-    typing, queries, stride, base, places, count, row_bytes, size, scores, scores_stride, factor, lines, pairs, kind,
+    typing, queries, stride, base, places, count, row_bytes, size, scores, scores_stride, factor, lines, kind, form,
 ):
     """The products of ``lines`` queries, four at most, with ``count`` keys, times ``factor``. Each key is read once.
 
     Four keys at a time: rows of ``scores`` must reach to a multiple of four, and ``places`` beyond that by ``AHEAD``.
-    Queries are rows of float32, or of pairs if ``pairs``."""
+    Queries are rows of float32, or of pairs."""
 
     def generate(context, builder, signature, arguments):
         queries, stride, base, places, count, row_bytes, size, scores, scores_stride, *rest = arguments
-        factor, lines, pairs, _ = rest
+        factor, lines, *_ = rest
         code = Code(context, builder)
         factor = code.everywhere(factor, BLOCK)
         groups = builder.udiv(builder.add(count, I64(BLOCK - 1)), I64(BLOCK))
@@ -75,14 +84,13 @@ def score(
                     code.store(builder.fmul(code.totals([builder.load(total) for total in row]), factor), target)
 
         for line_count in code.cases(lines, BLOCK):
-            for paired in code.ways(pairs, pairs_are_multiplied(context, kind)):
-                if paired:
-                    with_lines(line_count, types.float32, builder.udiv(size, I64(2)), code.multiply_add_pairs)
-                else:
-                    with_lines(line_count, kind, size, code.multiply_add)
+            if _in_pairs(context, kind, form):
+                with_lines(line_count, types.float32, builder.udiv(size, I64(2)), code.multiply_add_pairs)
+            else:
+                with_lines(line_count, kind, size, code.multiply_add)
         return context.get_dummy_value()
 
-    return types.void(*[WORD] * 9, types.float32, WORD, types.boolean, kind), generate
+    return types.void(*[WORD] * 9, types.float32, WORD, kind, form), generate
 
 
 @intrinsic
@@ -170,33 +178,29 @@ def _multiply(code, arguments, pairs, factor=None):
 
 
 @intrinsic
-def multiply(typing, a, a_stride, b, b_stride, c, c_stride, depth, columns, factor, pairs, kind):
+def multiply(typing, a, a_stride, b, b_stride, c, c_stride, depth, columns, factor, kind, form):
     """c [rows, columns] = a [rows, depth] b [depth, columns] times ``factor``, of ``ROWS_AT_ONCE`` rows; float32, in
-    whole vectors. If ``pairs``, which ``kind`` may have, each place of a and b holds two numbers along the depth."""
+    whole vectors. Where numbers are multiplied in pairs each place of a and b holds two of them along the depth."""
 
     def generate(context, builder, signature, arguments):
-        *matrices, factor, pairs, _ = arguments
+        *matrices, factor, _, _ = arguments
         code = Code(context, builder)
-        factor = code.everywhere(factor)
-        for paired in code.ways(pairs, pairs_are_multiplied(context, kind)):
-            _multiply(code, matrices, paired, factor)
+        _multiply(code, matrices, _in_pairs(context, kind, form), code.everywhere(factor))
         return context.get_dummy_value()
 
-    return types.void(*[WORD] * 8, types.float32, types.boolean, kind), generate
+    return types.void(*[WORD] * 8, types.float32, kind, form), generate
 
 
 @intrinsic
-def multiply_add(typing, a, a_stride, b, b_stride, c, c_stride, depth, columns, pairs, kind):
+def multiply_add(typing, a, a_stride, b, b_stride, c, c_stride, depth, columns, kind, form):
     """As :func:`multiply`, added to what is in c."""
 
     def generate(context, builder, signature, arguments):
-        *matrices, pairs, _ = arguments
-        code = Code(context, builder)
-        for paired in code.ways(pairs, pairs_are_multiplied(context, kind)):
-            _multiply(code, matrices, paired)
+        *matrices, _, _ = arguments
+        _multiply(Code(context, builder), matrices, _in_pairs(context, kind, form))
         return context.get_dummy_value()
 
-    return types.void(*[WORD] * 8, types.boolean, kind), generate
+    return types.void(*[WORD] * 8, kind, form), generate
 
 
 @intrinsic

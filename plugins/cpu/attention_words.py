@@ -31,7 +31,13 @@ SHORT_ROWS = 8
 converted and turned first, which is worth it when more rows read them."""
 
 SHORT_PART, LONG_PART = 256, 512
-"""Keys of a part, for short rows and others. Parts begin at multiples: where does not depend on a row's neighbours."""
+"""Keys of a part, for short rows and, at the least, others. Parts begin at multiples: where does not depend on a row's
+neighbours."""
+
+MOST_PARTS = 32
+"""About how many parts the tiles of a long row have together: enough to share the row among many cores. More keys or
+more tiles make greater parts, so that partial results take bounded memory, and a row of so many tiles is not divided
+further. Those of a short row take some hundredths of the memory of the keys that they stand for."""
 
 TILE_ROWS = 96
 """Queries times heads of a group that share the converted keys: queries of a longer row are cut into tiles."""

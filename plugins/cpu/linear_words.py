@@ -10,7 +10,10 @@ features behind.
 Strides are in bytes.
 """
 
-TILE, GROUP = 16, 32
+TILE = 16
+
+GROUP = 32
+"""Weights of an output feature that share a scale; numbers of a row, too."""
 
 TAKEN, PREPARED, NEXT = 0, 8, 16
 """Counters, each on a cache line of its own: rows that threads have taken to bring to 8 bits, rows that are ready, and

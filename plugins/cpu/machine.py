@@ -1,4 +1,4 @@
-"""What kernels need of the machine and numba does not offer: addresses, atomic counters, the bits of 16-bit numbers.
+"""What kernels need of the machine and numba does not offer: addresses, atomic counters, copies.
 
 Imports numba: import this module where a part is bound, and nowhere before.
 """
@@ -6,13 +6,18 @@ Imports numba: import this module where a part is bound, and nowhere before.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from llvmlite import ir
-from numba import carray, int64, njit, types, uint16, uint32
+from numba import carray, int64, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-inlined = njit(error_model="numpy")
-"""Decorates the functions that kernels call. Not ``fastmath``: that would reach into the vectors, too, and undo what
+called = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Decorates small functions that kernels call. Not ``fastmath``: that would reach into the vectors, too, and undo what
 ``exp`` does to be exact; loops that are to become vectors are written as such."""
+
+inlined = njit(error_model="numpy", inline="always")
+"""Decorates large functions that are called at one place: they become part of the kernel before types are known. numba
+optimises, and makes machine code of, each function by itself with all that it calls, and so whatever is large once for
+every level of calls. Of small functions the copies would cost more than that."""
 
 
 @intrinsic
@@ -99,28 +104,3 @@ def float_of(typing, bits):
         return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())
 
     return types.float32(types.int64), generate
-
-
-@intrinsic
-def bits_of(typing, number):
-    """The bits of a float32, as uint32."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
-
-
-@inlined
-def widen(bits):
-    """A float32 from bfloat16, which is held as uint16."""
-    return float_of(int64(bits) << 16)
-
-
-@inlined
-def narrow(number):
-    """bfloat16, as uint16, from a float32: to the nearest, and to the even one of two. NaN stays NaN."""
-    bits = bits_of(number)
-    if number != number:
-        return uint16((bits >> 16) | 0x40)
-    return uint16((bits + uint32(0x7FFF) + ((bits >> 16) & uint32(1))) >> 16)

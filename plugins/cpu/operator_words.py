@@ -12,8 +12,7 @@ NEXT = 0
     OTHER, OTHER_TOKEN,  # the residual, or the cosines
     VECTOR, VECTOR_TOKEN,  # the weight, or the sines
     OUT, EPS,  # the latter the bits of a float32
-    NUM_WORDS,
-) = range(8, 25)  # fmt: skip
+) = range(8, 24)  # fmt: skip
 
 NORM, ADD_NORM, ROTATE, GATE = range(4)
 """Operators."""

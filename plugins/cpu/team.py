@@ -8,16 +8,20 @@ to be installed for that. The call releases the interpreter's lock, and several 
 A kernel takes the address of an array of int64 words: addresses, sizes, strides, whatever it was made for. All threads
 of the team run it at once with the same words; they divide the work among themselves by an atomic counter
 (:func:`hotswap.plugins.cpu.machine.fetch_add`), so that a thread that has lost its core for a while does less, and any
-number of threads is enough. What a kernel may use is in :mod:`.machine` and :mod:`.vectors`; these, and the modules
-that have kernels, import numba, which takes most of a second: import them where a part is bound, not where it is
-described.
+number of threads is enough. The team is the one that torch's operators have, or the calling thread alone, and nothing
+between: libgomp ends the threads that a smaller team leaves over, and the next operator would have to start others.
+
+What a kernel may use is in :mod:`.machine` and :mod:`.vectors`; these, and the modules that have kernels, import numba,
+which takes most of a second: import them where a part is bound, not where it is described.
 """
 
 import ctypes
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,22 +81,32 @@ class Kernel:
     def __init__(self, function: Callable[[Any], None]) -> None:
         self._function = function
         self._compiled: Any = None
-        self._alone: Callable[[int], None] = function
-        self.address = 0
+        self._alone: Callable[[int], None] | None = None
+        self._address = 0
 
     def compile(self) -> None:
         if self._compiled is None:
             compiled = _compile(self._function)
-            self._alone = compiled.ctypes
-            self.address = compiled.address
+            self._alone, self._address = compiled.ctypes, compiled.address
             self._compiled = compiled  # last: another thread may be asking
 
-    def __call__(self, data: int, threads: int) -> None:
-        """Run on ``threads`` threads with the words at the address ``data``; returns when all have returned."""
-        if threads > 1 and (parallel := _parallel()) is not None:
-            parallel(self.address, data, threads, 0)
+    def __call__(self, data: int, shared: bool) -> None:
+        """Run with the words at the address ``data``, on this thread, or if ``shared`` on ``torch.get_num_threads()``;
+        returns when all have returned."""
+        assert self._alone is not None, f"kernel {self._function.__name__} is called, and nobody has compiled it"
+        if shared and (threads := torch.get_num_threads()) > 1 and (parallel := _parallel()) is not None:
+            parallel(self._address, data, threads, 0)
         else:
             self._alone(data)
+
+
+class Words(threading.local):
+    """Memory for ``size`` bytes of a kernel's words, of each thread its own, which begins with a cache line."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = ctypes.create_string_buffer(size + 64)
+        self.skip = -ctypes.addressof(self.memory) % 64
+        self.address = ctypes.addressof(self.memory) + self.skip
 
 
 def compile_kernels(kernels: Collection[Kernel]) -> None:
@@ -113,17 +127,23 @@ def _compile(function: Callable[[Any], None]) -> Any:
         def _index_key(self, sig: Any, codegen: Any) -> Any:
             return (*super()._index_key(sig, codegen), _sources())
 
-    def prepared() -> Any:
-        return CFunc(function, ((types.voidptr,), types.void), locals={}, options=OPTIONS)
+        def load_overload(self, *arguments: Any) -> Any:
+            with suppress(OSError):  # somebody else's file
+                return super().load_overload(*arguments)
+            return None
 
-    compiled = prepared()
+        def save_overload(self, *arguments: Any) -> None:
+            try:
+                super().save_overload(*arguments)
+            except OSError as error:  # a full disk
+                _warn_once(error.strerror or str(error))
+
+    compiled: Any = CFunc(function, ((types.voidptr,), types.void), locals={}, options=OPTIONS)
     try:
         compiled._cache = Kept(function)
-        compiled.compile()
-    except (RuntimeError, OSError) as error:  # no folder that it may write to; a full disk
-        _warn_once(str(error))
-        compiled = prepared()
-        compiled.compile()
+    except RuntimeError:
+        _warn_once("no folder can be written to")
+    compiled.compile()
     return compiled
 
 

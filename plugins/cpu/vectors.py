@@ -209,14 +209,6 @@ class Code:
             with self.builder.if_then(self.builder.icmp_signed("==" if case < most else ">=", value, I64(case))):
                 yield case
 
-    def ways(self, flag, possible):
-        """Code for both values of ``flag``, or if only no is ``possible`` for that."""
-        for way in (True, False) if possible else ():
-            with self.builder.if_then(flag if way else self.builder.not_(flag)):
-                yield way
-        if not possible:
-            yield False
-
     def variable(self, value):
         """Its address: something that changes in a loop, from ``value`` on. LLVM keeps it in a register."""
         return cgutils.alloca_once_value(self.builder, value)

@@ -1,8 +1,6 @@
 """The ``cpu`` operators: tells :mod:`hotswap.plugins.cpu.operator_kernels` where the tensors are."""
 
-import ctypes
 import struct
-import threading
 from importlib import import_module
 
 import torch
@@ -10,7 +8,7 @@ import torch
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.operators import Operators, OperatorSet
 from hotswap.plugins.cpu import operator_words as w
-from hotswap.plugins.cpu.team import Kernel, check_numba, compile_kernels
+from hotswap.plugins.cpu.team import Kernel, Words, check_numba, compile_kernels
 
 SHARED_FROM = 32_768
 """Numbers that are worth another thread: to fork and to join takes as long as a thread needs for about so many."""
@@ -41,18 +39,9 @@ class CPUOperators(Operators):
         return _CPUOperatorSet(kernel, dtype)
 
 
-class _Words(threading.local):
-    """A kernel's words, of each thread its own."""
-
-    def __init__(self) -> None:
-        self.memory = ctypes.create_string_buffer(_WORDS.size + 64)
-        self.skip = -ctypes.addressof(self.memory) % 64
-        self.address = ctypes.addressof(self.memory) + self.skip
-
-
 class _CPUOperatorSet(OperatorSet):
     def __init__(self, kernel: Kernel, dtype: torch.dtype) -> None:
-        self._kernel, self._itemsize, self._words = kernel, dtype.itemsize, _Words()
+        self._kernel, self._itemsize, self._words = kernel, dtype.itemsize, Words(_WORDS.size)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -89,12 +78,11 @@ class _CPUOperatorSet(OperatorSet):
         other_token: int, vector: int, vector_token: int, out: int, eps: float,
     ) -> None:
         """Strides count numbers here."""
-        threads, share = 1, tokens
-        if (numbers := tokens * heads * size) >= 2 * SHARED_FROM:
-            threads = min(torch.get_num_threads(), numbers // SHARED_FROM, tokens)
-            share = -(-tokens // (4 * threads))  # small, so that a thread that has lost its core delays nobody
+        shared = tokens > 1 and tokens * heads * size >= 2 * SHARED_FROM
+        # Small, so that a thread that has lost its core delays nobody.
+        share = -(-tokens // (4 * torch.get_num_threads())) if shared else tokens
         words, step = self._words, self._itemsize
         _WORDS.pack_into(
             words.memory, words.skip, 0, words.address, operator, tokens, share, heads, size, step, x, x_token * step,
             x_head * step, other, other_token * step, vector, vector_token * step, out, eps)
-        self._kernel(words.address, threads)
+        self._kernel(words.address, shared)

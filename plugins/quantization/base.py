@@ -17,7 +17,8 @@ from hotswap.core.interfaces.quantization import (
     Quantization,
     QuantizationSupport,
 )
-from hotswap.plugins.quantization.grouped import GROUP, Groups, quantize_weight
+from hotswap.plugins.cpu.linear_words import GROUP
+from hotswap.plugins.quantization.grouped import Groups, quantize_weight
 from hotswap.plugins.quantization.kernel_linear import KernelLinear, no_kernels
 from hotswap.plugins.quantization.none import unquantised
 from hotswap.plugins.quantization.torch_linear import (

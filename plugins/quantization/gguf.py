@@ -11,8 +11,9 @@ import torch
 from hotswap.core.interfaces.quantization import LinearWeight, Packed, QuantizationSupport
 from hotswap.core.modeling.gguf import BlockRows
 from hotswap.core.modeling.linear import row_parts
+from hotswap.plugins.cpu.linear_words import GROUP
 from hotswap.plugins.quantization.base import FourBitOptions, FourBitQuantization
-from hotswap.plugins.quantization.grouped import GROUP, Groups, joined
+from hotswap.plugins.quantization.grouped import Groups, joined
 from hotswap.plugins.quantization.kernel_linear import KernelLinear
 from hotswap.plugins.quantization.none import unquantised
 from hotswap.plugins.quantization.torch_linear import int8_linear

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from hotswap.core.interfaces.quantization import LinearWeight
 from hotswap.core.modeling.linear import dense_parts
-
-GROUP = 32
+from hotswap.plugins.cpu.linear_words import GROUP
 
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 """How much of a group's range 4 bits may cover: what lies outside is cut off, the rest becomes finer."""
@@ -37,12 +36,6 @@ class Groups:
         groups = slice(first // GROUP, -(-(first + width) // GROUP))
         return Groups(
             self.numbers[:, first : first + width], self.scales[:, groups], self.least[:, groups], self.bits)
-
-    def dense(self) -> torch.Tensor:
-        """[O, I] float32."""
-        scales, least = (
-            each.repeat_interleave(GROUP, 1)[:, : self.numbers.shape[1]] for each in (self.scales, self.least))
-        return self.numbers * scales + least
 
 
 def joined(parts: Iterable[Groups], out_features: int) -> Groups:

@@ -1,9 +1,7 @@
 """Layers whose weights kernels of our own multiply: :mod:`hotswap.plugins.cpu.linear_kernels` is told where they are.
 """
 
-import ctypes
 import struct
-import threading
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -12,8 +10,8 @@ from torch.nn import functional
 
 from hotswap.core.modeling.linear import PART_VALUES, tensor_bytes
 from hotswap.plugins.cpu import linear_words as w
-from hotswap.plugins.cpu.team import Kernel, compile_kernels, team_note
-from hotswap.plugins.quantization.grouped import GROUP, Groups
+from hotswap.plugins.cpu.team import Kernel, Words, compile_kernels, team_note
+from hotswap.plugins.quantization.grouped import Groups
 from hotswap.plugins.quantization.torch_support import processor_has
 
 _WORDS = struct.Struct(f"{w.COUNTERS}q{w.NUM_WORDS - w.COUNTERS}q")
@@ -47,7 +45,7 @@ class KernelLinear:
         if bias is not None:
             self._bias[: self._out_features] = bias
         self.nbytes = tensor_bytes(self._weights, self._bias)
-        self._words, self._alone = _Words(), self._weights.numel() < ALONE
+        self._words, self._alone = Words(_WORDS.size), self._weights.numel() < ALONE
         kernels = import_module("hotswap.plugins.cpu.linear_kernels")  # late: it imports numba
         self._kernel: Kernel = getattr(kernels, f"multiply_{groups.bits}_{str(dtype).removeprefix('torch.')}")
         compile_kernels([self._kernel])
@@ -58,33 +56,25 @@ class KernelLinear:
         if not tokens:
             return out
         x = x if x.stride(1) == 1 else x.contiguous()
-        scratch = torch.empty(tokens * groups * (GROUP + 8), dtype=torch.uint8)
+        scratch = torch.empty(tokens * groups * (w.GROUP + 8), dtype=torch.uint8)
         numbers, words, itemsize = scratch.data_ptr(), self._words, x.itemsize
-        scales = numbers + tokens * groups * GROUP
-        threads = 1 if self._alone and tokens == 1 else torch.get_num_threads()
+        scales = numbers + tokens * groups * w.GROUP
+        shared = tokens > 1 or not self._alone
+        threads = torch.get_num_threads() if shared else 1
         _WORDS.pack_into(
             words.memory, words.skip, *_COUNTERS, words.address, tokens, self._in_features, groups,
             x.data_ptr(), x.stride(0) * itemsize, numbers, scales, scales + tokens * groups * 4,
             self._weights.data_ptr(), self._num_tiles, max(1, self._num_tiles // (4 * threads)),
             self._bias.data_ptr(), out.data_ptr(), self._out_features * itemsize, self._out_features)
-        self._kernel(words.address, threads)
+        self._kernel(words.address, shared)
         return out
-
-
-class _Words(threading.local):
-    """A kernel's words, of each thread its own."""
-
-    def __init__(self) -> None:
-        self.memory = ctypes.create_string_buffer(_WORDS.size + 64)
-        self.skip = -ctypes.addressof(self.memory) % 64
-        self.address = ctypes.addressof(self.memory) + self.skip
 
 
 def tiles(groups: Groups) -> torch.Tensor:
     """uint8 [tiles, G, bytes of a block], as :mod:`hotswap.plugins.cpu.linear_words` says; made some at a time."""
     count, num_groups = -(-len(groups.numbers) // w.TILE), groups.scales.shape[1]
     packed = torch.empty(count, num_groups, w.block_bytes(groups.bits), dtype=torch.uint8)
-    some = max(1, PART_VALUES // (num_groups * GROUP * w.TILE))
+    some = max(1, PART_VALUES // (num_groups * w.GROUP * w.TILE))
     for first in range(0, count, some):
         packed[first : first + some] = _some_tiles(groups.rows(slice(first * w.TILE, (first + some) * w.TILE)))
     return packed
@@ -92,9 +82,9 @@ def tiles(groups: Groups) -> torch.Tensor:
 
 def _some_tiles(groups: Groups) -> torch.Tensor:
     outputs, inputs = groups.numbers.shape
-    more = (0, -inputs % GROUP, 0, -outputs % w.TILE)
+    more = (0, -inputs % w.GROUP, 0, -outputs % w.TILE)
     padded = functional.pad(groups.numbers, more)
-    numbers = padded.view(-1, w.TILE, padded.shape[1] // GROUP, GROUP // 4, 4)
+    numbers = padded.view(-1, w.TILE, padded.shape[1] // w.GROUP, w.GROUP // 4, 4)
     numbers = numbers.permute(0, 2, 3, 1, 4).flatten(3)  # [tiles, G, 8, TILE * 4]
     if groups.bits == 4:
         numbers = numbers[:, :, 0::2] | (numbers[:, :, 1::2] << 4)

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from hotswap.core.interfaces.quantization import LinearWeight
 from hotswap.core.modeling.linear import PART_VALUES, dense_parts, tensor_bytes
-from hotswap.plugins.quantization.grouped import GROUP, Groups
+from hotswap.plugins.cpu.linear_words import GROUP
+from hotswap.plugins.quantization.grouped import Groups
 from hotswap.plugins.quantization.torch_support import INT8, lacking, needed, no_onednn, processor_has
 
 LARGEST = 127

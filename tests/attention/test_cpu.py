@@ -1,9 +1,5 @@
 """The cpu backend passes the kit, gives equal bits with any neighbours and threads, and shares its pages."""
 
-import os
-import platform
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -18,6 +14,7 @@ from hotswap.core.testing.attention import AttentionCase, attention_cases, check
 from hotswap.plugins.attention.composite import CompositeAttention
 from hotswap.plugins.attention.cpu import CPUAttention
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
+from hotswap.plugins.cpu import attention_words as w
 from hotswap.plugins.cpu import team
 
 LONG = ((1, 700), (1, 255), (1, 256), (2, 1100), (40, 1300), (1, 3))
@@ -38,6 +35,7 @@ def threads():
     AttentionCase("parts", rows=LONG, heads=3, kv_heads=1),
     AttentionCase("parts, bfloat16", rows=LONG, heads=3, kv_heads=1, dtype="bfloat16"),
     AttentionCase("parts behind a window", rows=LONG, heads=2, kv_heads=1, window=300),
+    AttentionCase("greater parts, and none", rows=((70, 5500), (1, 3), (1100, 0)), heads=3, kv_heads=1),
     AttentionCase("more heads a key than a short row has", rows=LONG[:4], heads=16, kv_heads=1, head_dim=32),
     *(AttentionCase(f"head dim {dim}, {dtype}", head_dim=dim, dtype=dtype, heads=2, kv_heads=1,
                     rows=((1, 30), (17, 20), (2, 33)))
@@ -53,9 +51,9 @@ def test_agrees_with_dense_attention(case):
 class Batch:
     """Rows of (queries, past) over random pages, of which any may be asked, in any order."""
 
-    def __init__(self, rows, dtype="bfloat16", page_size=16):
+    def __init__(self, rows, dtype="bfloat16", page_size=16, dims=64):
         self.rows, self.page_size, self.dtype = rows, page_size, getattr(torch, dtype)
-        self.shape = GroupShape(6, 2, 64, page_size, 0.125)
+        self.shape = GroupShape(6, 2, dims, page_size, 0.125)
         counts = [-(-(queries + past) // page_size) for queries, past in rows]
         self.tables = np.zeros((len(rows), max(counts)), np.int32)
         pages = np.random.default_rng(0).permutation(sum(counts)) + 1
@@ -63,9 +61,9 @@ class Batch:
             self.tables[row, :count], pages = pages[:count], pages[count:]
         random = torch.Generator().manual_seed(0)
         self.cache = tuple(
-            torch.randn(1 + sum(counts), 2, page_size, 64, generator=random).to(self.dtype) for _ in range(2))
+            torch.randn(1 + sum(counts), 2, page_size, dims, generator=random).to(self.dtype) for _ in range(2))
         self.inputs = [
-            [torch.randn(queries, heads, 64, generator=random).to(self.dtype) for heads in (6, 2, 2)]
+            [torch.randn(queries, heads, dims, generator=random).to(self.dtype) for heads in (6, 2, 2)]
             for queries, _ in rows]
         self.limits = BatchLimits(sum(queries for queries, _ in rows), len(rows), max(counts), "cpu", dtype)
 
@@ -87,15 +85,77 @@ class Batch:
 ROWS = ((1, 20), (40, 600), (3, 700), (1, 1500), (9, 0), (1, 0))
 
 
-def test_equal_bits_with_any_neighbours_and_any_number_of_threads():
-    batch = Batch(ROWS)
-    state, everyone = batch.bind(), range(len(ROWS))
+@pytest.mark.parametrize("rows", [ROWS, ((70, 5500), (1, 300), (40, 300))], ids=["parts", "greater parts"])
+def test_equal_bits_with_any_neighbours_and_any_number_of_threads(rows):
+    batch = Batch(rows)
+    state, everyone = batch.bind(), range(len(rows))
     expected = batch.attend(state, everyone)
     for count in (1, 2, 5):
         torch.set_num_threads(count)
         for order in (everyone, everyone[::-1], *([row] for row in everyone)):
             for row, got in zip(order, batch.attend(state, order), strict=True):
                 assert torch.equal(got, expected[row]), f"row {row} of {list(order)} on {count} threads"
+
+
+def test_a_step_of_little_work_asks_for_no_smaller_team_than_torch_s(monkeypatch):
+    """libgomp would end the other threads, and start new ones for torch's next operator."""
+    asked, parallel = [], team._parallel()
+    monkeypatch.setattr(team, "_parallel", lambda: lambda *call: (asked.append(call[2]), parallel(*call)))
+    batch = Batch(((1, 20),))
+    batch.attend(batch.bind(), [0])
+    assert asked == [3], "two key heads are two items"
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("past", [0, 10_000, 130_000])
+@pytest.mark.parametrize("queries", [4, 32, 33, 512, 4096])
+def test_partial_results_take_bounded_memory_and_a_long_row_is_still_shared(queries, past, window):
+    page_size, heads, dims = 128, 2, 64
+    shape = GroupShape(3 * heads, heads, dims, page_size, 0.125, window)
+    table = np.zeros((1, -(-(queries + past) // page_size)), np.int32)
+    backend = CPUAttention()
+    state = backend.bind("group", shape, BatchLimits(queries, 1, table.size, "cpu", "bfloat16"))
+    backend.plan(state, batch_layout(np.array([queries]), np.array([past]), {"group": (table, page_size)}, "cpu"))
+    assert state.words[w.NUM_PARTIALS] <= 3 * w.MOST_PARTS * w.TILE_ROWS * heads * (dims + 2)
+    if past >= 10_000 and window is None:
+        assert state.words[w.NUM_ITEMS] >= w.MOST_PARTS // 2 * heads
+
+
+AREAS = (w.SUMS, w.SCORES, w.PLACES, w.COLUMNS, w.LINES, w.GREATEST, w.TOTALS)
+"""Of a thread's scratch memory, behind the queries and in this order."""
+
+
+@pytest.mark.parametrize(("dims", "dtype"), [(1, "float32"), (20, "bfloat16"), (72, "float32"), (72, "bfloat16")])
+def test_every_area_of_scratch_memory_holds_what_is_written_there(dims, dtype):
+    torch.set_num_threads(1)
+    batch, order, guard = Batch(((40, 100), (1, 300)), dtype, dims=dims), [0, 1], 8192
+    state = batch.bind()
+    for place, area in enumerate((*AREAS, w.SCRATCH_BYTES), 1):
+        state.words[area] += place * guard
+    batch.attend(state, order)  # after which the memory is there
+    scratch = state._held[w.SCRATCH].view(np.uint8)
+    guards = [slice(end - guard, end) for end in state.words[[*AREAS, w.SCRATCH_BYTES]].tolist()]
+    for each in guards:
+        scratch[each] = 0xA5
+    batch.attend(state, order)
+    assert [bool((scratch[each] == 0xA5).all()) for each in guards] == [True] * len(guards)
+
+
+def test_in_bfloat16_nothing_is_rounded_but_weights_and_results():
+    """Each by one part in 2^8: in every number, whatever the processor has for bfloat16."""
+    queries, past = 40, 600
+    batch = Batch(((queries, past),))
+    [found] = batch.attend(batch.bind(), [0])
+    q = batch.inputs[0][0].double().unflatten(1, (2, 3))
+    keys, values = (
+        cache[batch.tables[0]].transpose(0, 1).flatten(1, 2)[:, : queries + past].double() for cache in batch.cache)
+    scores = torch.einsum("tkgd,ksd->tkgs", q, keys) * 0.125
+    later = torch.arange(queries + past) > past + torch.arange(queries)[:, None]
+    weights = scores.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
+    exact, magnitude = (
+        torch.einsum("tkgs,ksd->tkgd", weights, each).flatten(1, 2) for each in (values, values.abs()))
+    allowed = 2**-8 * (exact.abs() + 1.01 * magnitude)
+    assert ((found.double() - exact).abs() <= allowed).all()
 
 
 def test_several_engines_may_attend_at_once():
@@ -168,24 +228,3 @@ def test_without_a_team_it_runs_on_one_thread_and_says_so(monkeypatch):
     assert "one thread" in CPUAttention().support().note
     for got, right in zip(batch.attend(state, range(len(ROWS))), expected, strict=True):
         assert torch.equal(got, right)
-
-
-OLD_PROCESSOR = """
-from hotswap.core.testing.attention import AttentionCase, check_attention
-from hotswap.plugins.attention.cpu import CPUAttention
-from hotswap.plugins.cpu.attention_kernels import attend_bfloat16
-
-case = AttentionCase("mixed", rows=((1, 300), (17, 20), (5, 4)), head_dim=72, dtype="bfloat16")
-check_attention(CPUAttention(), case)
-assert "zmm" not in attend_bfloat16._compiled._library.get_asm_str()
-"""
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of that family")
-def test_a_processor_without_avx512_gets_kernels_of_its_own(tmp_path):
-    """One of 2003: no AVX, no FMA, and nothing for 16-bit numbers."""
-    environment = os.environ | {
-        "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2",
-        "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", OLD_PROCESSOR], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

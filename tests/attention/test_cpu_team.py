@@ -22,22 +22,39 @@ def count_up(data):
 
 
 @pytest.fixture
+def threads():
+    """``threads(3)``: torch's operators have so many."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
 
 
-def run(kernel, numbers, threads=1):
-    """The int64 array ``numbers`` after a run of ``kernel``, whose only word is its address."""
-    words = np.array([numbers.ctypes.data])
+def run(kernel, *arrays, shared=False):
+    """The first of ``arrays`` after a run of ``kernel``, whose words are their addresses."""
+    words = np.array([array.ctypes.data for array in arrays])
     compile_kernels([kernel])
-    kernel(words.ctypes.data, threads)
-    return numbers
+    kernel(words.ctypes.data, shared)
+    return arrays[0]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_each_thread_of_a_team_runs_the_kernel_once(threads, kept):
-    total, members = run(Kernel(count_up), np.zeros(2, np.int64), threads)
-    assert (total, members) == (1000 * threads, threads)
+def test_a_kernel_runs_once_on_each_of_torch_s_threads_or_on_the_calling_one(kept, threads):
+    kernel = Kernel(count_up)
+    for count in (1, 2, 5):
+        threads(count)
+        for shared in (True, False):
+            total, members = run(kernel, np.zeros(2, np.int64), shared=shared)
+            assert members == (count if shared else 1)
+            assert total == 1000 * members
+
+
+def test_a_kernel_that_nobody_has_compiled_is_named():
+    with pytest.raises(AssertionError, match="count_up is called, and nobody has compiled it"):
+        Kernel(count_up)(0, shared=False)
 
 
 def test_a_kernel_is_kept_until_any_of_its_sources_changes(kept, monkeypatch):
@@ -61,28 +78,26 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_anew_and_the_log_says_so
         refuse)
     team._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert run(Kernel(count_up), np.zeros(2, np.int64)).tolist() == [1000, 1]
-    [record] = caplog.records
-    assert "compiled anew at each start" in record.message and "NUMBA_CACHE_DIR" in record.message
+        for function in (count_up, exponentials):
+            compile_kernels([Kernel(function)])
+    [message] = caplog.messages
+    assert "compiled anew at each start" in message and "NUMBA_CACHE_DIR" in message
     team._warn_once.cache_clear()
 
 
-@machine.inlined
-def both_ways(address, count):
-    numbers = numba.carray(machine.pointer(address), count, numba.uint16)
-    for i in range(count):
-        numbers[i] = machine.narrow(machine.widen(numbers[i]) * numba.float32(1.001))
+BFLOAT16 = np.uint16(0)
 
 
 def round_numbers(data):
-    both_ways(machine.words(data)[0], 1 << 16)
+    at = machine.words(data)
+    row_loops.take(at[0], 1 << 16, numba.float32(1.001), at[1], BFLOAT16)
+    row_loops.give(at[1], numba.float32(1), at[0], 1 << 16, BFLOAT16)
 
 
 def test_bfloat16_is_widened_exactly_and_rounded_to_nearest_even(kept):
     bits = np.arange(1 << 16, dtype=np.uint16)
     numbers = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
-    run(Kernel(round_numbers), bits)
+    run(Kernel(round_numbers), bits, np.zeros(1 << 16, np.float32))
     got = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     expected = (numbers.float() * torch.tensor(1.001)).bfloat16()
     assert torch.equal(got.isnan(), expected.isnan())

@@ -11,6 +11,7 @@ from hotswap.core.interfaces.operators import Operators, OperatorSet
 from hotswap.core.modeling.operators import TORCH_OPERATORS
 from hotswap.core.testing.operators import OperatorsSuite
 from hotswap.core.testing.rig import build
+from hotswap.plugins.cpu import team
 from hotswap.plugins.operators import cpu
 
 
@@ -32,6 +33,15 @@ class TestCPUOnThreads(TestCPU):
         monkeypatch.setattr(cpu, "SHARED_FROM", 16)
         yield
         torch.set_num_threads(before)
+
+    def test_two_rows_ask_for_no_smaller_team_than_torch_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """libgomp would end the other threads, and start new ones for torch's next operator."""
+        asked, parallel = [], team._parallel()
+        monkeypatch.setattr(team, "_parallel", lambda: lambda *call: (asked.append(call[2]), parallel(*call)))
+        operators = self.make_operators().bind("cpu", torch.float32)
+        for rows in (1, 2):
+            operators.silu_mul(torch.ones(rows, 64))
+        assert asked == [3], "one row is for one thread"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

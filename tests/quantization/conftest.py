@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hotswap.core.testing.checkpoints import LLAMA, shapes
+from hotswap.plugins.cpu.linear_words import GROUP
+from hotswap.plugins.quantization.grouped import Groups
 
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 2}
 """Rows of whole blocks of 32."""
@@ -68,6 +70,18 @@ def _gguf_name(module: str) -> str:
         _, _, layer, part = module.split(".", 3)
         return f"blk.{layer}.{_PARTS[part]}.weight"
     return f"{_OUTER[module]}.weight"
+
+
+@pytest.fixture
+def dense():
+    """``dense(groups)``: [O, I] float32, what the numbers stand for."""
+
+    def make(groups: Groups) -> torch.Tensor:
+        scales, least = (
+            each.repeat_interleave(GROUP, 1)[:, : groups.numbers.shape[1]] for each in (groups.scales, groups.least))
+        return groups.numbers * scales + least
+
+    return make
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hotswap.plugins.quantization.torch_linear import Int4Linear
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_numbers_scales_and_least_values_are_exactly_what_the_blocks_stand_for(name):
+def test_numbers_scales_and_least_values_are_exactly_what_the_blocks_stand_for(name, dense):
     """Q4_K has products of two scales, which are rounded to float16."""
     blocks = random_blocks(name, 48, 512)
     groups = FORMATS[name].read(blocks.data)
@@ -29,16 +29,16 @@ def test_numbers_scales_and_least_values_are_exactly_what_the_blocks_stand_for(n
         assert torch.equal(values.half().float(), values), "the kernels keep float16"
     exact = blocks.dequantize()
     allowed = 5e-4 * float(exact.abs().max()) if name == "Q4_K" else 1e-7
-    torch.testing.assert_close(groups.dense(), exact, rtol=1e-6, atol=allowed)
+    torch.testing.assert_close(dense(groups), exact, rtol=1e-6, atol=allowed)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "Q8_0"])
-def test_torch_s_product_is_that_of_the_same_weights_up_to_the_rounding_of_scale_and_zero(name):
+def test_torch_s_product_is_that_of_the_same_weights_up_to_the_rounding_of_scale_and_zero(name, dense):
     """In float32 nothing is rounded; in bfloat16 scales and zeros, each to 8 bits."""
     blocks = random_blocks(name, 48, 512)
     for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
         groups = FORMATS[name].read(blocks.data)
-        values, exact = Int4Linear(groups, None, dtype)(torch.eye(512, dtype=dtype)).T.float(), groups.dense()
+        values, exact = Int4Linear(groups, None, dtype)(torch.eye(512, dtype=dtype)).T.float(), dense(groups)
         assert (values - exact).norm() / exact.norm() <= allowed
 
 

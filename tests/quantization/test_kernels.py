@@ -1,10 +1,13 @@
 """Kernels of our own: exact but for the rounding of activations, and the same bits for a row wherever it stands."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from hotswap.core.testing.quantization import random_blocks, random_rows
 from hotswap.plugins.cpu import linear_words as w
+from hotswap.plugins.cpu.team import Kernel
 from hotswap.plugins.quantization.gguf import FORMATS
 from hotswap.plugins.quantization.grouped import quantize_groups
 from hotswap.plugins.quantization.kernel_linear import KernelLinear, no_kernels, tiles
@@ -24,12 +27,12 @@ def rounded(x):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(16, 32), (1, 32), (17, 96), (40, 70), (130, 1), (64, 576)])
-def test_products_are_exact_but_for_the_rounding_of_rows(bits, shape):
+def test_products_are_exact_but_for_the_rounding_of_rows(bits, shape, dense):
     groups, bias = quantize_groups(random_rows(*shape, 1), bits), random_rows(1, shape[0], 2)[0]
     layer = KernelLinear(groups, bias, torch.float32)
     for count in (1, 2, 3, 5, 8, 15, 19):
         x = random_rows(count, shape[1], count)
-        expected = rounded(x) @ groups.dense().double().T + bias.double()
+        expected = rounded(x) @ dense(groups).double().T + bias.double()
         # Where a value lies halfway between two numbers, either is right.
         error = (layer(x).double() - expected).abs().max() / expected.abs().max()
         assert error < 2e-4, f"{count} rows: {error:.3g}"
@@ -102,3 +105,13 @@ def test_a_tile_is_laid_out_as_its_words_say(bits):
     scales = block[16 * 32 * bits // 8 :].view(torch.float16)
     assert torch.equal(scales[:4].float(), groups.scales[16:, 1])
     assert torch.equal(scales[16:20].float(), groups.least[16:, 1])
+
+
+def test_without_the_instructions_nothing_is_compiled_instead_of_the_products(monkeypatch, tmp_path):
+    """``no_kernels`` has told before; whoever did not ask must not get a kernel that computes nothing."""
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("hotswap.plugins.cpu.linear_loops.dots_are_added", lambda context: False)
+    assert "without AVX-512 products" in no_kernels()
+    kernels = import_module("hotswap.plugins.cpu.linear_kernels")
+    with pytest.raises(AssertionError, match="need AVX-512 with VNNI"):
+        Kernel(kernels.multiply_8_float32._function).compile()
