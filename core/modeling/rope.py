@@ -103,16 +103,6 @@ class RotaryEmbedding:
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, N, D] -> the same, each pair (i, i + D/2) turned by its angle."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out
-
-
 def _exponents(rope: RopeConfig) -> torch.Tensor:
     return torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
 

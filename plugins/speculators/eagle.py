@@ -1,12 +1,13 @@
 """Drafting with the target's own hidden states: EAGLE-1 and EAGLE-3 (Li et al., 2024 and 2025)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.component import ComponentRef, Part
 from hotswap.core.interfaces.kvcache import CacheSpec
 from hotswap.core.interfaces.model import Attend
 from hotswap.core.interfaces.speculator import (
@@ -27,6 +28,7 @@ from hotswap.plugins.speculators.opening import (
     check_context,
     check_vocabulary,
     open_own,
+    own_operators,
     own_quantization,
 )
 
@@ -47,6 +49,8 @@ class EagleSpeculator(Speculator):
         layers: list[int] | None = None
         """EAGLE-3: the target's layers whose outputs are fused, from 0 on, -1 for the embedding; else as the head's
         config says."""
+        operators: Annotated[ComponentRef, Part("operators")] = ComponentRef(use="auto")
+        """Who computes the head's norms, rotary embedding and gates."""
 
     def __init__(self, options: Any = None, parts: Any = None) -> None:
         super().__init__(options, parts)
@@ -79,8 +83,9 @@ class EagleSpeculator(Speculator):
         check_context(checkpoint, config.rope.context, services)
         self._quantization = own_quantization(self.parts, checkpoint, None, services.device, services.dtype)
         self._dtype: torch.dtype = getattr(torch, services.dtype)
+        operators = own_operators(self.parts, services.device, self._dtype)
         self._head = EagleHead(
-            config, services.first_layer, checkpoint.weights(), self._dtype, services.device)
+            config, services.first_layer, checkpoint.weights(), self._dtype, services.device, operators)
 
     def load(self) -> int:
         with self._checkpoint.weights() as weights:

@@ -12,10 +12,11 @@ from torch.nn import functional
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.attention import GroupShape
 from hotswap.core.interfaces.model import Attend
+from hotswap.core.interfaces.operators import OperatorSet
 from hotswap.core.modeling.config_values import positive
 from hotswap.core.modeling.layers import Axis, ColumnLinear, RMSNorm, RowLinear
 from hotswap.core.modeling.mesh import LOCAL_MESH
-from hotswap.core.modeling.rope import RopeConfig, RotaryEmbedding, rotate
+from hotswap.core.modeling.rope import RopeConfig, RotaryEmbedding
 from hotswap.core.modeling.weights import WeightSource
 
 _SHARED = ("embed_tokens.weight", "lm_head.weight", "t2d")
@@ -101,6 +102,7 @@ class EagleHead:
 
     def __init__(
         self, c: HeadConfig, first_layer: int, weights: WeightSource, dtype: torch.dtype, device: str,
+        operators: OperatorSet,
     ) -> None:
         """``weights`` are not read, but asked which of the layers have a bias: configs do not say."""
         self.config, self.device = c, device
@@ -109,11 +111,11 @@ class EagleHead:
         self.fc = ColumnLinear(
             LOCAL_MESH, width * c.hidden_size, [("fc", hidden)], weights.has("fc.bias"), dtype, device)
         self.layers = [
-            EagleLayer(first_layer + i, c, c.prefix(i), weights, c.third or i > 0, dtype, device)
+            EagleLayer(first_layer + i, c, c.prefix(i), weights, c.third or i > 0, dtype, device, operators)
             for i in range(c.num_layers)]
         self.rope = RotaryEmbedding(c.rope, dtype, device)
         if c.draft_vocab_size is not None:
-            self.norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
+            self.norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device, operators)
             self.lm_head = torch.empty(c.draft_vocab_size, c.hidden_size, dtype=dtype, device=device)
             self.target_ids = torch.arange(c.draft_vocab_size, device=device)
 
@@ -164,9 +166,9 @@ class EagleLayer:
 
     def __init__(
         self, index: int, c: HeadConfig, prefix: str, weights: WeightSource, normed: bool, dtype: torch.dtype,
-        device: str,
+        device: str, operators: OperatorSet,
     ) -> None:
-        self.index, self.config, self.prefix = index, c, prefix
+        self.index, self.config, self.prefix, self.operators = index, c, prefix, operators
         qkv_bias, out_bias = (weights.has(f"{prefix}self_attn.{name}_proj.bias") for name in "qo")
         heads, kv_heads = Axis("heads", c.heads, c.head_dim), Axis("kv_heads", c.kv_heads, c.head_dim)
         mlp, width = Axis("mlp", c.mlp_size), c.hidden_size * (2 if c.third else 1)
@@ -177,9 +179,9 @@ class EagleLayer:
         self.gate_up = ColumnLinear(
             LOCAL_MESH, c.hidden_size, [("gate_proj", mlp), ("up_proj", mlp)], False, dtype, device)
         self.down = RowLinear(LOCAL_MESH, mlp, c.hidden_size, False, dtype, device)
-        self.input_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device) if normed else None
-        self.hidden_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device) if c.third else None
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device)
+        self.input_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device, operators) if normed else None
+        self.hidden_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device, operators) if c.third else None
+        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype, device, operators)
 
     def load(self, weights: WeightSource) -> None:
         prefix = self.prefix
@@ -203,12 +205,14 @@ class EagleLayer:
             x = normed if self.config.norm_before_residual else x
         elif self.input_norm:
             entering = self.input_norm(x)
-        x = x + self._attention(entering, cos, sin, attend)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        return x + self.down(functional.silu(gate) * up)
+        attended = self._attention(entering, cos, sin, attend)
+        normed, x = self.mlp_norm.add(attended, x), attended
+        return x + self.down(self.operators.silu_mul(self.gate_up(normed)))
 
     def _attention(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         c = self.config
         qkv = self.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + 2K, D]
-        qk, v = rotate(qkv[:, : -c.kv_heads], cos, sin), qkv[:, -c.kv_heads :]
-        return self.out(attend(self.index, qk[:, : c.heads], qk[:, c.heads :], v).reshape(len(x), -1))
+        qk, v = qkv.split_with_sizes((c.heads + c.kv_heads, c.kv_heads), 1)
+        self.operators.rotate(qk, cos, sin)
+        q, k = qk.split_with_sizes((c.heads, c.kv_heads), 1)
+        return self.out(attend(self.index, q, k, v).reshape(len(x), -1))

@@ -4,20 +4,24 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.component import ComponentOptions, ComponentRef, Part
 from hotswap.core.interfaces.model import Model
+from hotswap.core.interfaces.operators import OperatorSet
 from hotswap.core.interfaces.quantization import Quantization
 from hotswap.core.interfaces.speculator import SpeculatorServices
 from hotswap.core.modeling.checkpoint import Checkpoint, open_checkpoint
+from hotswap.core.modeling.operators import TORCH_OPERATORS
 from hotswap.core.modeling.packing import check_quantization
 
 logger = logging.getLogger(__name__)
 
 OPTION = "speculator.model"
 PACKING = "speculator.quantization"
+OPERATORS = "speculator.operators"
 
 
 class OwnModelOptions(ComponentOptions):
@@ -78,3 +82,14 @@ def own_quantization(
         for note in check_quantization(quantization, checkpoint, model, device, dtype, PACKING):
             logger.info(note)
     return quantization
+
+
+def own_operators(parts: Mapping[str, Any], device: str, dtype: torch.dtype) -> OperatorSet:
+    """The part's; torch's where no registry gave one. ConfigError, under the option's path, where the part has none."""
+    if "operators" not in parts:
+        return TORCH_OPERATORS
+    try:
+        operators: OperatorSet = parts["operators"].bind(device, dtype)
+    except ConfigError as error:
+        raise type(error)(error.message, OPERATORS) from error
+    return operators

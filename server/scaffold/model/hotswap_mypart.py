@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from torch.nn import functional
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.attention import GroupShape
@@ -15,7 +14,8 @@ from hotswap.core.interfaces.model import Attend, Model, ModelFacts
 from hotswap.core.interfaces.quantization import PACKED_WEIGHTS
 from hotswap.core.modeling.layers import Axis, ColumnLinear, RMSNorm, RowLinear, VocabEmbedding, VocabHead
 from hotswap.core.modeling.mesh import Mesh
-from hotswap.core.modeling.rope import RopeConfig, RotaryEmbedding, rotate
+from hotswap.core.modeling.operators import TORCH_OPERATORS as OPERATORS
+from hotswap.core.modeling.rope import RopeConfig, RotaryEmbedding
 from hotswap.core.modeling.weights import WeightSource
 
 REFUSED = {"attention_bias": True, "mlp_bias": True, "sliding_window": ..., "quantization_config": ...}
@@ -116,11 +116,10 @@ class MyPart(Model):
         cos, sin = self.rope(positions)
         for i, (norm, qkv, out, mlp_norm, gate_up, down) in enumerate(self.layers):
             heads = qkv(norm(x)).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D]
-            qk = rotate(heads[:, : -self.kv_heads], cos, sin)
-            y = attend(i, qk[:, : self.heads], qk[:, self.heads :], heads[:, -self.kv_heads :])
-            x = x + out(y.reshape(len(x), -1))
-            gate, up = gate_up(mlp_norm(x)).chunk(2, -1)
-            x = x + down(functional.silu(gate) * up)
+            q, k, v = heads.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
+            OPERATORS.rotate(heads[:, : -self.kv_heads], cos, sin)  # q and k, in place
+            x = x + out(attend(i, q, k, v).reshape(len(x), -1))
+            x = x + down(OPERATORS.silu_mul(gate_up(mlp_norm(x))))
         return x
 
     def head(self, rows: torch.Tensor) -> torch.Tensor:
