@@ -7,6 +7,8 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 EPS = 1e-5
 TOKENS = (0, 1, 3, 64, 257)
 FEATURES = (8, 72, 576)
+NAMES = ("rms_norm", "add_rms_norm", "rotate", "silu_mul")
 
 Call = Callable[[OperatorSet, torch.dtype, slice], torch.Tensor]
 """An operator on the given rows of the same inputs each time."""
@@ -100,7 +103,7 @@ class OperatorsSuite:
             extreme = torch.tensor([[-3e4, -100, -20, 20, 100, 3e4, 0.0, 1.0] + [1.0] * 8], device=self.device)
             self._compare(operators.silu_mul(extreme.to(dtype)), _gated(extreme.to(dtype)), "silu_mul of extremes")
 
-    @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rotate", "silu_mul"])
+    @pytest.mark.parametrize("name", NAMES)
     def test_a_row_does_not_depend_on_its_neighbours(self, name: str) -> None:
         for dtype, operators in self.sets():
             together = self._call(name)(operators, dtype, slice(0, 40))
@@ -108,7 +111,7 @@ class OperatorsSuite:
                 alone = self._call(name)(operators, dtype, rows)
                 assert torch.equal(alone, together[rows]), f"{name}: rows {rows} by themselves are not what they were"
 
-    @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rotate", "silu_mul"])
+    @pytest.mark.parametrize("name", NAMES)
     def test_what_is_no_number_stays_in_its_row(self, name: str) -> None:
         for dtype, operators in self.sets():
             sound = self._call(name)(operators, dtype, slice(0, 40))
@@ -117,29 +120,45 @@ class OperatorsSuite:
             others = [row for row in range(40) if row != 17]
             assert torch.equal(spoilt[others], sound[others]), f"{name}: NaN in a row has changed others"
 
-    def test_threads_may_use_one_set_at_once(self) -> None:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_threads_may_use_one_set_at_once(self, name: str) -> None:
+        """On rows of their own, and each time they begin together."""
+        parts = [slice(first, first + 500) for first in range(0, 2000, 500)]
         for dtype, operators in self.sets():
-            calls = [self._call(name) for name in ("rms_norm", "add_rms_norm", "rotate", "silu_mul")] * 4
-            expected = [call(operators, dtype, slice(0, 40)) for call in calls]
-            with ThreadPoolExecutor(4) as pool:
-                running = [pool.submit(call, operators, dtype, slice(0, 40)) for call in calls]
-                found = [future.result() for future in running]
-            for one, other in zip(found, expected, strict=True):
-                assert torch.equal(one, other), "beside other threads the result is another"
+            together = Barrier(len(parts), timeout=60)
+            alone = partial(self._call(name, tokens=2000), operators, dtype)
+            beside = partial(self._call(name, tokens=2000, meet=together.wait), operators, dtype)
 
-    def _call(self, name: str, spoilt: int | None = None) -> Call:
-        """``name`` on rows of fixed inputs, the first value of row ``spoilt`` being NaN."""
+            def turns(rows: slice, call: Callable[[slice], torch.Tensor] = beside) -> list[torch.Tensor]:
+                return [call(rows) for _ in range(5)]
+
+            # A thread of its own for what is expected, too: it has as many for its operators as the others will have.
+            with ThreadPoolExecutor(1) as pool:
+                expected = list(pool.map(alone, parts))
+            with ThreadPoolExecutor(len(parts)) as pool:
+                found = list(pool.map(turns, parts))
+            for rows, own, right in zip(parts, found, expected, strict=True):
+                assert all(torch.equal(each, right) for each in own), (
+                    f"{name}: beside other threads the result of {rows} in {dtype} is another")
+
+    def _call(
+        self, name: str, spoilt: int | None = None, tokens: int = 40, meet: Callable[[], object] = lambda: None,
+    ) -> Call:
+        """``name`` on rows of ``tokens`` fixed ones, the first value of row ``spoilt`` being NaN; ``meet`` is called
+        just before."""
 
         def call(operators: OperatorSet, dtype: torch.dtype, rows: slice) -> torch.Tensor:
-            x, residual = self._random(dtype, 40, 3, 32), self._random(dtype, 40, 96, seed=1)
-            weight, angles = self._random(dtype, 96, seed=2), torch.arange(40.0)[rows, None, None] * torch.ones(16)
+            x, residual = self._random(dtype, tokens, 3, 32), self._random(dtype, tokens, 96, seed=1)
+            weight, angles = self._random(dtype, 96, seed=2), torch.arange(float(tokens))[rows, None, None]
+            cos, sin = (turn(angles * torch.ones(16)).to(self.device, dtype) for turn in (torch.cos, torch.sin))
             if spoilt is not None:
                 x[spoilt, 0, 0] = torch.nan
             x, residual = x[rows], residual[rows]
-            if name == "rotate":
-                operators.rotate(x, angles.cos().to(self.device, dtype), angles.sin().to(self.device, dtype))
-                return x
             flat = x.flatten(1)
+            meet()
+            if name == "rotate":
+                operators.rotate(x, cos, sin)
+                return x
             if name == "rms_norm":
                 return operators.rms_norm(flat, weight, EPS)
             if name == "add_rms_norm":

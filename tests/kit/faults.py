@@ -955,6 +955,11 @@ def gated_by_exponentials(self, gate_up):
     return gate * gate.exp() / (1 + gate.exp()) * up
 
 
+def gated_in_one_place(self, gate_up):
+    self.gate, self.up = (half.float() for half in gate_up.chunk(2, -1))
+    return (self.gate * torch.sigmoid(self.gate) * self.up).to(gate_up.dtype)
+
+
 class NormsAllTogether(T.operators.MyPart):
     """a norm is over all rows of the step"""
 
@@ -983,6 +988,12 @@ class OverflowsInTheGate(T.operators.MyPart):
     """a large gate gives no number"""
 
     bind = with_operator(silu_mul=gated_by_exponentials)
+
+
+class OnePlaceForAllThreads(T.operators.MyPart):
+    """threads keep what they work on in one place"""
+
+    bind = with_operator(silu_mul=gated_in_one_place)
 
 
 # ---------------------------------------------------------------------- observer and workload
@@ -1149,6 +1160,7 @@ FAULTS: dict[str, dict[type, str]] = {
         ChangesTheResidual: "test_the_sum_is_left_in_the_first_and_the_residual_is_not_touched",
         ReadsWhatItWrote: "test_pairs_are_rotated_in_place_and_what_lies_beside_them_is_not",
         OverflowsInTheGate: "test_a_gate_agrees_with_its_definition_whatever_it_is_given",
+        OnePlaceForAllThreads: "test_threads_may_use_one_set_at_once",
     },
     "executor": {
         WaitsInSubmit: "test_submit_returns_before_the_step_has_run",
