@@ -42,6 +42,9 @@ class _SchemaWriter:
         own = definition.pop("properties")
         default = own["use"].get("default")
         choices = [self._table(kind, name, own, required=name != default) for name in self._names(kind)]
+        if kind in CHOSEN:  # whose options are whatever the one takes that is chosen
+            chosen = {"type": "object", "properties": {**own, "use": {"const": AUTO}}, "additionalProperties": True}
+            choices = [{"title": AUTO, **chosen}, *choices]
         if kind == "model":
             choices = [{"type": "object", "properties": own, "additionalProperties": True}, *choices]
         for key in ("type", "additionalProperties", "required"):

@@ -117,7 +117,7 @@ class KVTransferSection(ComponentSection):
 
 
 class AttentionSection(ComponentSection):
-    use: str = "torch"
+    use: str = "auto"
     """``auto`` chooses among the installed backends by what they support, and says why."""
 
 

@@ -30,7 +30,7 @@ def test_a_model_is_all_that_must_be_given():
     config = load({"model": "smollm2-135m-instruct"}).config
     assert config.model.source == "smollm2-135m-instruct"
     assert (config.scheduler.use, config.kvcache.use) == ("chunked", "prefix")
-    assert (config.attention.use, config.speculator.use, config.execution.use) == ("torch", "none", "auto")
+    assert (config.attention.use, config.speculator.use, config.execution.use) == ("auto", "none", "auto")
     assert [ref.use for ref in config.observers] == ["metrics"]
     assert config.server.host == "127.0.0.1"
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from hotswap.core.config.check import choose_executor
+from hotswap.core.config.check import choose_attention, choose_executor
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, Section
 from hotswap.core.config.units import parse_bytes
 from hotswap.core.hooks import HookSpecs
@@ -136,8 +136,10 @@ def test_the_table_of_components_in_the_readme_is_that_of_pyproject(pages, compo
 def default_components() -> set[tuple[str, str]]:
     config = Config(model={"name": "m"})
     chosen = {(kind, getattr(config, section).use) for section, kind in SECTIONS.items() if section != "model"}
-    chosen.remove(("executor", "auto"))
-    chosen.add(("executor", choose_executor(Registry(), ComponentRef(use="auto"), {})[0].use))
+    registry, auto = Registry(), ComponentRef(use="auto")
+    chosen -= {("executor", "auto"), ("attention", "auto")}
+    chosen.add(("executor", choose_executor(registry, auto, {})[0].use))
+    chosen.add(("attention", choose_attention(registry, auto, "cpu")[0].use))
     chosen |= {(LISTS[section][0], ref.use) for section in LISTS for ref in getattr(config, section)}
     chosen |= {("queue_policy", "fcfs"), ("eviction_policy", "lru"), ("launcher", "local"), ("operators", "auto")}
     return chosen | {("model", config.model.fallback)}

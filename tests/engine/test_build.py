@@ -74,7 +74,7 @@ def test_pages_that_memory_does_not_hold_are_refused_with_what_to_lower(director
     monkeypatch.setattr(TorchAttention, "allocate", lambda *arguments: torch.empty(numbers))
     assert re.match(
         r"kvcache: there is not enough memory for the cache \(.+\); lower kvcache.memory or kvcache.num_blocks",
-        refusal({"path": str(directory)}))
+        refusal({"path": str(directory)}, attention="torch"))
 
 
 def test_what_else_fails_while_pages_are_made_is_told_as_it_is(directory, monkeypatch):
@@ -83,7 +83,7 @@ def test_what_else_fails_while_pages_are_made_is_told_as_it_is(directory, monkey
 
     monkeypatch.setattr(TorchAttention, "allocate", allocate)
     with pytest.raises(RuntimeError, match="^no kernel image is available$"):
-        build({"path": str(directory)})
+        build({"path": str(directory)}, attention="torch")
 
 
 def test_an_architecture_that_nobody_knows_is_refused_with_those_that_there_are(directory, tmp_path):
@@ -137,7 +137,9 @@ def test_each_of_the_engines_that_share_a_model_has_its_attention_checked(direct
     from hotswap.plugins.attention.torch_sdpa import TorchAttention
 
     models = SharedModels(2)
-    values = {"model": {"path": str(directory)}, "device": "cpu", "dtype": "float32", "kvcache": {"memory": "1MiB"}}
+    values = {
+        "model": {"path": str(directory)}, "device": "cpu", "dtype": "float32", "kvcache": {"memory": "1MiB"},
+        "attention": "torch"}
     first = build_engine(load_config(values, environ={}), progress=False, models=models)
     try:
         support = TorchAttention.support

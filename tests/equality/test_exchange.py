@@ -519,7 +519,7 @@ def test_stages_exchange_and_hear_no_token_twice(run, tiny):
 def test_two_hundred_exchanges_leave_nothing_behind(run, tiny, planted, monkeypatch, request):
     """As many caches, tables and components live afterwards as before, those of parts that were taken back included."""
     monkeypatch.setattr(exchange_module, "IDLE_S", 0.0)
-    engine = run(tiny.config("chunked", "prefix", "none", 2))
+    engine = run(tiny.config("chunked", "prefix", "none", 2, attention="torch"))
     prompts = tiny.prompts()
     expected = engine.generate(prompts, 8)
 

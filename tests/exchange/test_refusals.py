@@ -37,7 +37,7 @@ def test_a_part_and_a_part_of_it_are_told_apart(resolved):
 
 
 def test_what_serves_already_is_no_difference(resolved):
-    assert exchanged(resolved, "scheduler=chunked", "attention=torch", "kvcache.eviction=lru") == []
+    assert exchanged(resolved, "scheduler=chunked", "attention=auto", "kvcache.eviction=lru") == []
 
 
 def test_values_remember_that_an_exchange_has_set_them(resolved):

@@ -162,6 +162,9 @@ def test_config_schema_has_the_options_of_the_named_components(run, file):
     assert "max_draft" in text
     assert "max_chunk" not in text
     assert schema["required"] == ["model"]
+    for section in ("AttentionSection", "ExecutionSection"):
+        [auto] = [choice for choice in schema["$defs"][section]["anyOf"] if choice.get("title") == "auto"]
+        assert auto["properties"]["use"] == {"const": "auto"} and "required" not in auto
     everything = json.dumps(json.loads(run("config", "schema", "--all").output))
     assert "max_draft" in everything and "max_chunk" in everything
     assert run("config", "schema").exit_code == 2
