@@ -287,6 +287,21 @@ def test_an_arm_that_drops_its_slow_requests_is_better_in_no_latency():
         "ttft_mean": Outcome.WORSE, "ttft_p99": Outcome.WORSE, "e2e_p99": Outcome.WORSE}
 
 
+def test_goodput_counts_those_that_succeed_within_every_objective():
+    """Six requests in two seconds: within both, late to begin, slow afterwards, both, of one token, and failed."""
+    def request(index, first, gap, tokens=3, error=None):
+        chunks = tuple((first + place * gap, 1) for place in range(tokens))
+        return RequestRecord(index, 0.0, 0.0, chunks, chunks[-1][0], 4, tokens, error=error)
+
+    requests = (request(0, 0.4, 0.1), request(1, 0.6, 0.1), request(2, 0.4, 0.3), request(3, 0.6, 0.3),
+                request(4, 0.4, 0.0, tokens=1), request(5, 0.1, 0.01, error="HTTP 503: busy"))
+    block = BlockRecord("base", 0, 0, 2.0, requests)
+    for limits, good in (({"ttft": 0.5}, 3), ({"tpot": 0.2}, 3), ({"ttft": 0.5, "tpot": 0.2}, 2), ({"e2e": 9.0}, 5)):
+        assert values_of(block, Slo(limits))["goodput"] == good / 2.0, limits
+    assert values_of(block, NO_SLO)["requests"] == 5 / 2.0
+    assert "goodput" not in values_of(block, NO_SLO), "without an objective there is none"
+
+
 TIMES = st.floats(0, 100, allow_nan=False)
 
 

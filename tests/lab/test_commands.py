@@ -229,11 +229,13 @@ def test_an_experiment_ends_in_verdicts_a_file_of_all_data_and_a_page(experiment
 
 def test_arms_in_processes_of_their_own_tell_their_memory_and_one_that_is_killed_leaves_a_partial_result(
         experiment, tmp_path, monkeypatch):
-    targets = []
+    targets, schedulers = [], []
     start = ServerTarget.begin
 
     def begin(target):
         targets.append(target)
+        if len(targets) <= 2:
+            schedulers.append(target.ask("GET", "/server_info")["config"]["scheduler"]["use"])
         if len(targets) == 2 + 2 * 2 + 1:  # warm-up, two pairs, and then
             target._child.process.kill()
             target._child.process.wait()
@@ -246,6 +248,7 @@ def test_arms_in_processes_of_their_own_tell_their_memory_and_one_that_is_killed
     assert "its server ended with exit code -9" in result.output
     assert read_result(out / "result.json").partial
     assert all(target._child.process.poll() is not None for target in targets), "nobody is left"
+    assert schedulers == ["chunked", "static"], "each is started with its own config"
     blocks = blocks_of(out)[:4]
     assert {block.pair for block in blocks} == {0, 1}
     for block in blocks:
