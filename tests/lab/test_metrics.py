@@ -13,8 +13,8 @@ LATE = RequestRecord(
 PROMPT = RequestRecord(
     1, planned=3.0, sent=3.0, chunks=((3.5, 1), (5.5, 1)), ended=5.5, prompt_tokens=30, output_tokens=2,
     cached_tokens=6, queued=0.75, preemptions=0, answered=3.5)
-ENGINE = {"steps": 4, "rows": 10, "step_seconds": 3.0, "drafted_rows": 8, "accepted_drafts": 12, "kv_peak_bytes": 4096.0,
-          "kv_slots": 80, "kv_empty_slots": 20, "rss_peak_bytes": 1e6}
+ENGINE = {"steps": 4, "rows": 10, "step_seconds": 3.0, "drafted_rows": 8, "accepted_drafts": 12,
+          "kv_peak_bytes": 4096.0, "kv_slots": 80, "kv_empty_slots": 20, "rss_peak_bytes": 1e6}
 BLOCK = BlockRecord("arm", 0, 0, 8.0, (LATE, PROMPT), cpu=6.0, engine=ENGINE)
 BY_HAND = {
     "ttft": (1.0, 0.5), "ttft_answer": (1.5, 0.5), "tpot": (2.0 / 4, 2.0 / 1), "e2e": (3.25, 2.5),

@@ -1,5 +1,6 @@
 """What a report says, and that its page works in a browser."""
 
+import base64
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from importlib.util import find_spec
 from math import inf, nan
 
 import numpy as np
+import plotly.io
 import pytest
 
 from hotswap.core.errors import ConfigError
@@ -19,7 +21,7 @@ from hotswap.lab.report import read_result, render_table, words, write_report
 from hotswap.lab.report.content import config_differences, divergence_lines, headline, percentiles, rows, tallies
 from hotswap.lab.report.overview import LEGEND, render_overview
 from hotswap.lab.report.page import STRIP, render_page, strips
-from hotswap.lab.report.plots import ecdf, paired, running, timeline
+from hotswap.lab.report.plots import ecdf, paired, running, timeline, timelines
 from hotswap.lab.statistics import Monitor, Settings
 
 METRICS = [spec_of(name) for name in (
@@ -227,6 +229,20 @@ def test_a_timeline_is_the_mean_of_those_blocks_that_had_not_ended():
     assert running[1][at] == pytest.approx([6, 5, 8]) and waiting[1][at] == pytest.approx([0, 0.5, 0])
     assert cache[1][at] == pytest.approx([0.2, 0.25, 0.3])
     assert np.all((running[0] <= running[1]) & (running[1] <= running[2]))
+
+
+def test_each_timeline_stands_under_its_own_name():
+    block = BlockRecord("arm", 0, 0, 1.0, (), timeline=((0.0, 4, 1, 0.5),))
+    figure = plotly.io.from_json(timelines(Result({}, {}, [], [block], [], "time is over", False)).json)
+    tops = {round(axis.domain[1], 6): axis.plotly_name.replace("axis", "") for axis in figure.select_yaxes()}
+    names = {tops[round(note.y, 6)]: note.text for note in figure.layout.annotations}
+    shown = {names[trace.yaxis]: float(unpacked(trace.y)[0]) for trace in figure.data if trace.name}
+    assert shown == {"requests running": 4, "requests waiting": 1, "cache in use": 0.5}
+
+
+def unpacked(values):
+    """Plotly 6 packs what numpy has made."""
+    return np.frombuffer(base64.b64decode(values["bdata"]), values["dtype"]) if isinstance(values, dict) else values
 
 
 def test_a_block_that_told_nothing_in_its_time_has_no_timeline():
