@@ -261,10 +261,14 @@ class Hearing(Observer):
     def __init__(self) -> None:
         super().__init__()
         self.heard: list[tuple[str, str, str]] = []
+        self.costs: list[tuple[float, int, int]] = []
 
     @hookimpl
-    def hotswap_component_exchanged(self, old: str, new: str, problem: str) -> None:
+    def hotswap_component_exchanged(
+        self, old: str, new: str, problem: str, pause: float, handed_over: int, recomputed: int,
+    ) -> None:
         self.heard.append((old, new, problem))
+        self.costs.append((pause, handed_over, recomputed))
 
 
 @pytest.fixture
@@ -355,6 +359,9 @@ def test_parts_of_a_stranger_s_package_and_other_sizes_are_exchanged(loaded, set
     assert engine.generate(prompts, TOKENS) == expected
     assert ("Own" in engine.built.request_options) is ("scheduler=Own" in sets), "what requests may ask of it"
     assert engine.hearing.heard == [(part.old, part.new, "") for part in report.parts]
+    effect = report.effect
+    assert engine.hearing.costs == [(effect.pause_s, effect.handed_over, effect.recomputed)] * len(report.parts)
+    assert effect.pause_s > 0
     for text in sets:
         path, _, value = text.partition("=")
         section, _, key = path.partition(".")

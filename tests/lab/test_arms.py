@@ -1,5 +1,6 @@
 """What arms can be (engines of this process, servers of our own, anybody's), and that each metric is told of them."""
 
+import json
 import os
 import threading
 
@@ -148,16 +149,18 @@ def test_minutes_on_the_command_line_go_before_those_of_the_file(config, tmp_pat
     assert planned == [10 if source == "base" else 7, 0.5]
 
 
-def test_the_seed_of_a_bench_decides_what_is_sent(stub):
-    def lengths(seed):
-        stub.bodies.clear()
-        done = invoke("bench", "--url", stub.url, "--requests", 6, "--warm-up", 0, "--concurrency", 1, "--seed", seed,
-                      "--option", "prompt={dist: uniform, low: 1, high: 90}", "--option", "output=3")
+def test_the_seed_of_a_bench_decides_what_is_sent_and_when(stub, tmp_path):
+    def planned(seed):
+        done = invoke("bench", "--url", stub.url, "--requests", 6, "--warm-up", 0, "--rate", 200, "--seed", seed,
+                      "--option", "prompt={dist: uniform, low: 1, high: 90}", "--option", "output=3",
+                      "--output", tmp_path / "bench.json")
         assert done.exit_code == 0, done.output
-        return [len(body["prompt"]) for body in stub.bodies if "prompt" in body]
+        requests = json.loads((tmp_path / "bench.json").read_text())["block"]["requests"]
+        return [[request[key] for request in requests] for key in ("prompt_tokens", "planned")]
 
     stub.script = talking
-    assert lengths(1) == lengths(1) != lengths(2)
+    (lengths, times), same, (other_lengths, other_times) = planned(1), planned(1), planned(2)
+    assert same == [lengths, times] and lengths != other_lengths and times != other_times
 
 
 def talking(reply):
