@@ -41,6 +41,10 @@ class Step:
             self.left -= n_tokens - self.rows[index].n_tokens
             self.rows[index] = Row(request_id, n_tokens)
 
+    def leave(self, most: int) -> None:
+        """Nothing beyond ``most`` further tokens is planned."""
+        self.left = min(self.left, most)
+
     def add(self, request_id: str, n_tokens: int, drafts: int) -> None:
         self.rows.append(Row(request_id, n_tokens, drafts))
         self.left -= n_tokens + drafts

@@ -19,11 +19,15 @@ class ChunkedScheduler(QueueScheduler):
     class Options(QueueOptions):
         max_chunk: Annotated[int, Field(ge=1)] | None = None
         """Most prompt tokens of one request in a step; None: as the budget allows."""
+        beside_decodes: Annotated[int, Field(ge=1)] | None = None
+        """Most prompt tokens in a step that has decodes, since all of them wait for it; None: as the budget allows."""
 
     def plan(self, ctx: PlanContext) -> StepPlan:
         step = Step(ctx)
         ready = [view for view in ctx.running if view.ready]
         self.serve_decodes(step, [view for view in ready if view.ready == 1])
+        if step.rows and self.options.beside_decodes is not None:
+            step.leave(self.options.beside_decodes)
         cut = self._serve_prompts(step, [view for view in ready if view.ready > 1])
         cut += self._start_waiting(step)
         self._hand_out_rest(step, cut)

@@ -19,6 +19,11 @@ class TestChunkedInSmallChunks(SchedulerSuite):
         return build("scheduler", "chunked", max_chunk=3)
 
 
+class TestChunkedWithLittleBesideDecodes(SchedulerSuite):
+    def make_scheduler(self) -> Scheduler:
+        return build("scheduler", "chunked", beside_decodes=2)
+
+
 class TestContinuous(SchedulerSuite):
     def make_scheduler(self) -> Scheduler:
         return build("scheduler", "continuous")

@@ -146,6 +146,21 @@ def test_continuous_computes_a_prompt_whole() -> None:
     assert rows == [20]
 
 
+def test_a_step_with_decodes_has_few_prompt_tokens_where_the_config_says_so() -> None:
+    rig = make_rig(scheduler(beside_decodes=6), max_batch_tokens=20)
+    rig.add("first", [1] * 20, 5)
+    rig.loop.turn()
+    for name in ("second", "third"):
+        rig.add(name, [i % 13 for i in range(20)], 1)
+    rig.run()
+    steps = [{row.request: row.n_tokens for row in message.rows} for message in rig.executor.messages]
+    assert steps[0] == {"first": 20}, "nobody decodes beside it"
+    beside = [sum(n for name, n in step.items() if name != "first") for step in steps[1:] if "first" in step]
+    assert beside == [6] * 4
+    assert sum(n for step in steps if "first" not in step for n in step.values()) == 40 - 24
+    assert max(sum(step.values()) for step in steps if "first" not in step) > 6, "once nobody decodes, the budget holds"
+
+
 @pytest.mark.parametrize("use", ["static", "continuous", "chunked"])
 def test_eight_equal_decodes_run_as_four_rows_in_two_steps_in_flight_when_unchained(use: str) -> None:
     rig = make_rig(use, depth=2, chained=False, num_pages=1 + 200)
