@@ -1,7 +1,8 @@
 """Before any test module is imported."""
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,15 @@ def live_children(pid: int) -> list[int]:
 def children() -> Callable[[int], list[int]]:
     """A function from a process id to the ids of its live children."""
     return live_children
+
+
+@pytest.fixture(autouse=True)
+def our_log_s_level() -> Iterator[None]:
+    """Commands set it for their process, which here is that of the tests after them, too."""
+    ours = logging.getLogger("hotswap")
+    before = ours.level
+    yield
+    ours.setLevel(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def command(ctx: click.Context, paths: tuple[Path, ...], as_json: bool) -> None:
     cannot be used, or the log is cut in the middle of a line, though all before that is the same. 3: the decisions are
     the same as far as they can be made again, which is not to the log's end.
     """
-    logging.getLogger("hotswap").setLevel(logging.CRITICAL)  # what the parts raised then, they raise again
+    ours = logging.getLogger("hotswap")
+    ctx.call_on_close(partial(ours.setLevel, ours.level))
+    ours.setLevel(logging.CRITICAL)  # what the parts raised then, they raise again
     logs = open_logs(paths)
     outcomes = [replay(log) for log in logs]
     if as_json:
