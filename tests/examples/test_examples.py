@@ -25,9 +25,9 @@ NEEDS = {"disaggregated_nixl": ("nixl_cu12", "needs the extra nixl")}
 """By example: a package, and why it is skipped without."""
 FRANCE = "What is the capital of France?", "Paris"
 WEEK = "How many days has a week?", "7 days"
-ASKED = {"int8": WEEK, "int4": WEEK, "gguf": WEEK}
+ASKED = {"int8": WEEK, "int4": WEEK, "gguf": WEEK, "tensor": WEEK}
 """By example: another question than that about France, whose first token is a near tie for a model this small: with
-activations in 8 bits it may speak French."""
+activations in 8 bits, or sums of three ranks in bfloat16, it may speak French."""
 START_TIMEOUT_S, STOP_TIMEOUT_S = 120, 60
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
