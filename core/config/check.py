@@ -4,27 +4,26 @@ held against what the others offer. All refusals are told at once, each with the
 What depends on the checkpoint (its length, its layers, the memory it leaves) is checked when the engine is built.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from hotswap.core.config.components import Components
+from hotswap.core.config.limits import AUTO, attention_limits, lacking, not_taken, placement
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, known_keys
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
-from hotswap.core.interfaces.attention import AttentionBackend, AttentionSupport
+from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.deployment import Deployment
 from hotswap.core.interfaces.kv_transfer import HANDOFF
-from hotswap.core.interfaces.parallel import ShardStrategy
-from hotswap.core.interfaces.quantization import QuantizationSupport
-from hotswap.core.registry import Registry
+from hotswap.core.interfaces.parallel import Executor, ShardStrategy
+from hotswap.core.registry import Registry, same_distribution
 
-AUTO = "auto"
 CHOSEN = ("attention", "executor")
 """Kinds of which "auto" chooses one."""
 
@@ -64,10 +63,11 @@ def check_config(config: Config, registry: Registry, around: Sequence[Component]
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
     if "attention" in built:
-        problems += not_taken(components.attention, partial(_attention_limits, config, components.attention))
+        problems += not_taken(components.attention, lambda: attention_limits(
+            config.device, config.dtype, config.kvcache.block_size, components.attention.support()))
     if "quantization" in built:
-        problems += not_taken(
-            components.quantization, lambda: place(config.device, config.dtype, components.quantization.support()))
+        problems += not_taken(components.quantization, lambda: placement(
+            config.device, config.dtype, components.quantization.support()))
     notes += _idle_transfer(components)
     batch, batch_notes = _batch(config)
     raise_problems(problems + batch)
@@ -134,43 +134,54 @@ def unmet(components: Mapping[str, Component], around: Sequence[Component] = ())
 def choose_attention(
     registry: Registry, ref: ComponentRef, device: str, dtype: str = AUTO, page_size: int | None = None,
 ) -> tuple[ComponentRef, str]:
-    """What ``attention: auto`` means on ``device``, and why: a backend made for the device before one for any device.
+    """What ``attention: auto`` means on ``device``, and why: a backend made for the device before one for any device,
+    and one of hotswap's own before those of other packages.
 
     Backends that cannot be used here, or do not take the ``dtype`` and ``page_size`` that the config gives, are passed
     over. ConfigError where none is left.
     """
     kind = device.partition(":")[0]
     ranked, passed = [], []
-    for name in registry.names("attention"):
+    for foreign, name in _installed(registry, AttentionBackend.kind):
         try:
             support = registry.build("attention", ComponentRef(use=name, **ref.options), "attention").support()
-        except ConfigError as error:
-            passed.append(f"{name}: {' '.join(error.message.split())}")
+        except Exception as error:  # no driver, or a mistake of a stranger's: nobody has named this one
+            message = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            passed.append(f"{name}: {' '.join(message.split())}")
             continue
-        given = ((kind, support.devices), (dtype, support.dtypes), (page_size, support.page_sizes))
-        lacking = [allowed for value, allowed in given if allowed is not None and value not in (None, AUTO, *allowed)]
-        if lacking:
-            passed.append(f"{name}: only for {', '.join(map(str, lacking[0]))}")
+        if lacks := lacking(attention_limits(device, dtype, page_size, support)):
+            passed.append(f"{name} does not take {lacks[0]}")
         else:
-            ranked.append((support.devices is None, name))
+            ranked.append((support.devices is None, foreign, name))
     reasons = f" ({'; '.join(passed)})" if passed else ""
     if not ranked:
         raise ConfigError(f"no installed backend runs on {device}{reasons}.", "attention")
-    general, name = min(ranked)
+    general, _, name = min(ranked)
     why = "it runs on any device and none is made for" if general else "it is made for"
     return ComponentRef(use=name, **ref.options), f"attention: auto chose '{name}', because {why} {kind}{reasons}"
+
+
+def _installed(registry: Registry, kind: str) -> Iterator[tuple[bool, str]]:
+    """(whether another package than hotswap brings it, how a config names it) of every component of ``kind``: with its
+    package where several bring the name, so that no package can take ours out of the choice by its name."""
+    entries = [entry for entry in registry.entries if entry.kind == kind]
+    bringing = Counter(entry.name for entry in entries)
+    for entry in entries:
+        name = entry.name if bringing[entry.name] == 1 else f"{entry.distribution}:{entry.name}"
+        yield not same_distribution(entry.distribution, "hotswap"), name
 
 
 def choose_executor(
     registry: Registry, ref: ComponentRef, components: Mapping[str, Component],
 ) -> tuple[ComponentRef, list[str]]:
     """What ``execution: auto`` means beside ``components``: of the executors that offer what these require the one that
-    offers the least else. Those that cannot be imported here are passed over. ConfigError where none is left.
+    offers the least else, hotswap's own before those of other packages. Those that cannot be imported here are passed
+    over. ConfigError where none is left.
     """
     needs = {need.capability: path for path, component in components.items()
              for need in component.describe().requires if need.kinds == ("executor",)}
     ranked, refused = [], []
-    for name in registry.names("executor"):
+    for foreign, name in _installed(registry, Executor.kind):
         try:
             named_ref = ComponentRef(use=name, **ref.options)
             offers = registry.build("executor", named_ref, "execution", known_keys()).describe().offers
@@ -178,13 +189,13 @@ def choose_executor(
             refused += problems_of(error)
             continue
         if needs.keys() <= offers:
-            ranked.append((len(offers), name))
+            ranked.append((foreign, len(offers), name))
     if not ranked:
         raise_problems(list(dict.fromkeys(refused)))
         wanted = " and ".join(f"'{need}', which {path} requires" for need, path in needs.items())
         raise ConfigError(f"no installed executor offers {wanted}; install one, or leave the strategies out.",
                           "execution")
-    name = min(ranked)[1]
+    *_, name = min(ranked)
     notes = [f"execution: auto chose '{name}', because it offers '{need}', which {path} requires"
              for need, path in needs.items()]
     return ComponentRef(use=name, **ref.options), notes
@@ -320,35 +331,6 @@ def _drafts(config: Config, lookahead: int) -> list[Problem]:
             f"{config.scheduler.max_batch_tokens} is too small for one token and its {lookahead} drafts; "
             f"give at least {lookahead + 1}.")))
     return problems
-
-
-_Limit = tuple[str, Any, Sequence[Any] | None]
-"""A config path, what stands there, and what a component takes: None stands for anything."""
-
-
-def _attention_limits(config: Config, backend: AttentionBackend) -> list[_Limit]:
-    support = backend.support()
-    return [*place(config.device, config.dtype, support),
-            ("kvcache.block_size", config.kvcache.block_size, support.page_sizes)]
-
-
-def place(device: str, dtype: str, support: AttentionSupport | QuantizationSupport) -> list[_Limit]:
-    return [("device", device.partition(":")[0], support.devices), ("dtype", dtype, support.dtypes)]
-
-
-def not_taken(part: Component, limits: Callable[[], Sequence[_Limit]], path: str = "") -> list[Problem]:
-    """What is given and ``part`` does not take, under the keys of ``limits``; under ``path``, that of the part, where
-    the values are not the config's own. Left to the start: what "auto" is, and the model's shapes."""
-    try:
-        given = limits()
-    except ConfigError as error:  # what it needs is not here
-        return [Problem(found.path or path or part.kind, found.message) for found in problems_of(error)]
-    return [
-        Problem(path or key, (
-            f"{part.label} does not take {f'the {key} ' if path else ''}{value!r}, but "
-            f"{', '.join(map(str, allowed))}. Change it, or {path or part.kind}."))
-        for key, value, allowed in given if allowed is not None and value not in (None, AUTO, *allowed)
-    ]
 
 
 def _batch(config: Config) -> tuple[list[Problem], list[str]]:

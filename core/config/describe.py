@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hotswap.core.config.check import AUTO, CHOSEN, kind_of
+from hotswap.core.config.check import CHOSEN, kind_of
+from hotswap.core.config.limits import AUTO
 from hotswap.core.config.schema import LISTS, SECTIONS, ComponentSection, Config, ModelSection, Section
 from hotswap.core.config.sources import ResolvedConfig
 from hotswap.core.explain import join, redact

@@ -3,7 +3,8 @@
 import inspect
 from typing import Any
 
-from hotswap.core.config.check import AUTO, CHOSEN, kind_of, named
+from hotswap.core.config.check import CHOSEN, kind_of, named
+from hotswap.core.config.limits import AUTO
 from hotswap.core.config.schema import LISTS, SECTIONS, Config
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import join

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from hotswap.core.config.check import not_taken, place, unmet
+from hotswap.core.config.check import unmet
+from hotswap.core.config.limits import not_taken, placement
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, nearest, raise_problems
 from hotswap.core.interfaces.model import Model
@@ -23,7 +24,7 @@ def check_quantization(
 
     ``model``: whose layers are packed; None: they are a component's own, which take any form.
     """
-    problems = not_taken(quantization, lambda: place(device, dtype, quantization.support()), path)
+    problems = not_taken(quantization, lambda: placement(device, dtype, quantization.support()), path)
     if model is not None:
         problems += [each for each in unmet({Model.kind: model, path: quantization}) if each.path == path]
     raise_problems(problems)

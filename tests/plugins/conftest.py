@@ -46,6 +46,12 @@ PARTS = """
     Anywhere = concrete(AttentionBackend, support=lambda self: AttentionSupport())
     ForChip = concrete(AttentionBackend, support=lambda self: AttentionSupport(
         devices=("chip",), dtypes=("bfloat16",), page_sizes=(16, 32)))
+    ForCPU = concrete(AttentionBackend, support=lambda self: AttentionSupport(devices=("cpu",)))
+
+    def no_driver(self):
+        raise RuntimeError("no driver")
+
+    WithoutDriver = concrete(AttentionBackend, support=no_driver)
     FakeSpeculator = concrete(
         Speculator, Options=Draft, needs=lambda self: SpeculatorNeeds(lookahead=self.options.max_draft))
     FakeExecutor = concrete(Executor)

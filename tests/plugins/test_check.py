@@ -178,15 +178,40 @@ def test_auto_takes_the_attention_made_for_the_device_else_a_general_one_and_say
     assert "made for chip" in note
     name, note = choose("cpu")
     assert name != "chip"
-    assert "chip: only for chip" in note
+    assert "chip does not take device cpu, but chip" in note
 
 
 def test_auto_passes_over_attention_that_does_not_take_what_the_config_gives(check):
     pages = {"use": "fake", "block_size": 7}
-    for changes, only in (({"dtype": "float32"}, "bfloat16"), ({"kvcache": pages}, "16, 32")):
+    for changes, lack in (
+        ({"dtype": "float32"}, "dtype float32, but bfloat16"), ({"kvcache": pages}, "kvcache.block_size 7, but 16, 32"),
+    ):
         parts = check(attention="auto", device="chip", **changes)
         assert parts.attention.label != "attention:chip"
-        assert f"chip: only for {only}" in parts.notes[0]
+        assert f"chip does not take {lack}" in parts.notes[0]
+
+
+def test_auto_passes_over_attention_that_raises_when_it_is_asked_and_says_what(check, install):
+    install("driverless", {"hotswap.attention": {"aaa": "parts:WithoutDriver"}})
+    parts = check(attention="auto", device="cpu")
+    assert parts.attention.label == "attention:cpu"
+    assert "aaa: RuntimeError: no driver" in parts.notes[0]
+
+
+@pytest.mark.parametrize("name", ["aaa", "cpu"])
+def test_a_package_does_not_become_everyone_s_attention_by_the_name_of_its_backend(check, install, name):
+    install("stranger", {"hotswap.attention": {name: "parts:ForCPU"}})
+    attention = check(attention="auto", device="cpu").attention
+    assert (attention.name, attention.origin.distribution) == ("cpu", "hotswap")
+    mine = check(attention=f"stranger:{name}", device="cpu").attention
+    assert mine.origin.distribution == "stranger"
+
+
+@pytest.mark.parametrize("name", ["aaa", "inline"])
+def test_a_package_does_not_become_everyone_s_executor_by_the_name_of_its_own(check, install, name):
+    install("stranger", {"hotswap.executor": {name: "parts:FakeExecutor"}})
+    executor = check(execution="auto").executor
+    assert (executor.name, executor.origin.distribution) == ("inline", "hotswap")
 
 
 def test_auto_is_noted(check):
