@@ -1,7 +1,8 @@
 """Whether a config can work, before any memory is touched: every named component is built, and what each requires is
 held against what the others offer. All refusals are told at once, each with the config key to change.
 
-What depends on the checkpoint (its length, its layers, the memory it leaves) is checked when the engine is built.
+What depends on the checkpoint (its length, its layers, the memory it leaves) is checked when the engine is built; what
+``attention: auto`` means is then chosen anew.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from hotswap.core.config.components import Components
-from hotswap.core.config.limits import AUTO, attention_limits, lacking, not_taken, placement
+from hotswap.core.config.limits import AUTO, AttentionNeeds, attention_limits, lacking, not_taken, placement
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, known_keys
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
@@ -28,10 +29,13 @@ CHOSEN = ("attention", "executor")
 """Kinds of which "auto" chooses one."""
 
 
-def check_config(config: Config, registry: Registry, around: Sequence[Component] = ()) -> Components:
+def check_config(
+    config: Config, registry: Registry, around: Sequence[Component] = (), needs: AttentionNeeds | None = None,
+) -> Components:
     """Build every component that ``config`` names and solve their requirements. ConfigError tells all that is wrong.
 
-    ``around``: the deployments of which ``config`` describes an engine."""
+    ``around``: the deployments of which ``config`` describes an engine. ``needs``: of the model, once it is known; but
+    for the page size, which is the config's."""
     built: dict[str, Component] = {}
     problems: list[Problem] = []
     notes: list[str] = []
@@ -40,7 +44,8 @@ def check_config(config: Config, registry: Registry, around: Sequence[Component]
             if ref.use == AUTO and kinds == ("executor",):
                 continue  # when it is known what it must offer
             if ref.use == AUTO and kinds == ("attention",):
-                ref, note = choose_attention(registry, ref, _device(config), config.dtype, config.kvcache.block_size)
+                asked = needs or AttentionNeeds(_device(config), config.dtype)
+                ref, note = choose_attention(registry, ref, replace(asked, page_size=config.kvcache.block_size))
                 notes.append(note)
             built[path] = registry.build(kind_of(registry, kinds, ref, path), ref, path, known_keys())
         except ConfigError as error:
@@ -63,8 +68,9 @@ def check_config(config: Config, registry: Registry, around: Sequence[Component]
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
     if "attention" in built:
-        problems += not_taken(components.attention, lambda: attention_limits(
-            config.device, config.dtype, config.kvcache.block_size, components.attention.support()))
+        given = AttentionNeeds(config.device, config.dtype, config.kvcache.block_size)
+        problems += not_taken(
+            components.attention, lambda: attention_limits(given, components.attention.support()))
     if "quantization" in built:
         problems += not_taken(components.quantization, lambda: placement(
             config.device, config.dtype, components.quantization.support()))
@@ -131,16 +137,14 @@ def unmet(components: Mapping[str, Component], around: Sequence[Component] = ())
     return problems
 
 
-def choose_attention(
-    registry: Registry, ref: ComponentRef, device: str, dtype: str = AUTO, page_size: int | None = None,
-) -> tuple[ComponentRef, str]:
-    """What ``attention: auto`` means on ``device``, and why: a backend made for the device before one for any device,
-    and one of hotswap's own before those of other packages.
+def choose_attention(registry: Registry, ref: ComponentRef, needs: AttentionNeeds) -> tuple[ComponentRef, str]:
+    """What ``attention: auto`` means, and why: a backend made for the device before one for any device, and one of
+    hotswap's own before those of other packages.
 
-    Backends that cannot be used here, or do not take the ``dtype`` and ``page_size`` that the config gives, are passed
-    over. ConfigError where none is left.
+    Backends that cannot be used here, or lack what is known of ``needs``, are passed over. Before the model is known
+    the reason names those that may take the chosen one's place. ConfigError where none is left.
     """
-    kind = device.partition(":")[0]
+    kind = needs.device.partition(":")[0]
     ranked, passed = [], []
     for foreign, name in _installed(registry, AttentionBackend.kind):
         try:
@@ -149,16 +153,19 @@ def choose_attention(
             message = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             passed.append(f"{name}: {' '.join(message.split())}")
             continue
-        if lacks := lacking(attention_limits(device, dtype, page_size, support)):
+        if lacks := lacking(attention_limits(needs, support)):
             passed.append(f"{name} does not take {lacks[0]}")
         else:
             ranked.append((support.devices is None, foreign, name))
     reasons = f" ({'; '.join(passed)})" if passed else ""
     if not ranked:
-        raise ConfigError(f"no installed backend runs on {device}{reasons}.", "attention")
-    general, _, name = min(ranked)
-    why = "it runs on any device and none is made for" if general else "it is made for"
-    return ComponentRef(use=name, **ref.options), f"attention: auto chose '{name}', because {why} {kind}{reasons}"
+        raise ConfigError(f"no installed backend does what is needed on {needs.device}{reasons}.", "attention")
+    (general, _, name), *others = sorted(ranked)
+    why = f"it runs on any device, and none that is made for {kind} will do" if general else f"it is made for {kind}"
+    note = f"attention: auto chose '{name}', because {why}"
+    if needs.shapes is None and others:
+        note += f", unless the model needs what it lacks: then {' or '.join(repr(other) for *_, other in others)}"
+    return ComponentRef(use=name, **ref.options), note + reasons
 
 
 def _installed(registry: Registry, kind: str) -> Iterator[tuple[bool, str]]:

@@ -1,11 +1,12 @@
 """What a component takes of what stands in the config: one rule, whoever asks."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, problems_of
-from hotswap.core.interfaces.attention import AttentionSupport
+from hotswap.core.interfaces.attention import AttentionSupport, GroupShape
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.quantization import QuantizationSupport
 
@@ -25,6 +26,17 @@ class Limit(NamedTuple):
         return f"{self.key} {self.value}{instead}"
 
 
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What an attention backend must do, as far as it is known. ``page_size``: tokens, None where the config leaves it
+    open. ``shapes``: of the model's cache groups, None before its checkpoint is open."""
+
+    device: str
+    dtype: str = AUTO
+    page_size: int | None = None
+    shapes: tuple[GroupShape, ...] | None = None
+
+
 def lacking(limits: Iterable[Limit]) -> list[Limit]:
     """Those whose value is not taken. A value that is not known yet (None, "auto") is left to whoever knows it."""
     return [limit for limit in limits
@@ -36,9 +48,16 @@ def placement(device: str, dtype: str, support: AttentionSupport | QuantizationS
     return [Limit("device", device.partition(":")[0], support.devices), Limit("dtype", dtype, support.dtypes)]
 
 
-def attention_limits(device: str, dtype: str, page_size: int | None, support: AttentionSupport) -> list[Limit]:
-    """What the config asks of an attention backend. ``page_size``: tokens, None where the config leaves it open."""
-    return [*placement(device, dtype, support), Limit("kvcache.block_size", page_size, support.page_sizes)]
+def attention_limits(needs: AttentionNeeds, support: AttentionSupport) -> list[Limit]:
+    """``needs`` held against what a backend does."""
+    limits = placement(needs.device, needs.dtype, support)
+    limits.append(Limit("kvcache.block_size", needs.page_size, support.page_sizes))
+    for shape in needs.shapes or ():
+        limits += [
+            Limit("head size", shape.head_dim, support.head_dims),
+            Limit("a sliding window of", shape.window, None if support.windows else ()),
+            Limit("a softcap of", shape.softcap, None if support.softcap else ())]
+    return limits
 
 
 def not_taken(part: Component, limits: Callable[[], Iterable[Limit]], path: str = "") -> list[Problem]:

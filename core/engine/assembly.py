@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from hotswap.core.config import Config, ResolvedConfig
 from hotswap.core.config.check import check_config
 from hotswap.core.config.components import Components
+from hotswap.core.config.limits import AttentionNeeds
 from hotswap.core.engine.client import Engine
 from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Limits
@@ -39,13 +40,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Made:
-    """What an engine is made of. ``config``: the resolved one, with only the strategies that are its own."""
+    """What an engine is made of. ``config``: the resolved one, with only the strategies that are its own. ``needs``:
+    of the model, by which ``attention: auto`` chooses."""
 
     resolved: ResolvedConfig
     config: Config
     parts: Components
     info: WorkerInfo
     cache_plan: CachePlan
+    needs: AttentionNeeds
 
 
 @dataclass
@@ -83,10 +86,11 @@ class Assembly:
 
     def __init__(
         self, resolved: ResolvedConfig, registry: Registry, parts: Components, checkpoint: "Checkpoint",
-        facts: ModelFacts, max_model_len: int, clock: Clock, models: "SharedModels",
+        facts: ModelFacts, needs: AttentionNeeds, max_model_len: int, clock: Clock, models: "SharedModels",
     ) -> None:
         self._resolved, self._registry, self._checkpoint = resolved, registry, checkpoint
-        self._facts, self._max_model_len, self._clock, self._models = facts, max_model_len, clock, models
+        self._facts, self._needs, self._max_model_len = facts, needs, max_model_len
+        self._clock, self._models = clock, models
         self.fronts = LiveComponents()
         self.notes: list[str] = []
         self._plans: dict[str, _Plan] = {}
@@ -108,7 +112,7 @@ class Assembly:
     def _prepare(
         self, config: Config, name: str, parts: Components | None = None, around: Sequence[Component] = (),
     ) -> Callable[[], EngineClient]:
-        parts = parts or check_config(config, self._registry, around)
+        parts = parts or check_config(config, self._registry, around, self._needs)
         strategies = parts.listed("parallel")
         if not (strategies and strategies[0].kind == Deployment.kind):
             self._plans[name] = _Plan(config, parts, rank_plan(parts, self._facts), tuple(around))
@@ -146,7 +150,7 @@ class Assembly:
             if (transfer := _transfer(parts)) is not None:
                 transfer.close()
             raise
-        made = Made(self._resolved, config, parts, info, cache_plan)
+        made = Made(self._resolved, config, parts, info, cache_plan, self._needs)
         self._plans[name] = replace(plan, parts=Components({}))  # what is exchanged is to be let go
         self._built[name] = BuiltEngine(
             replica, engine, live, made, plan.around, ranks.across is not None, info.free_bytes)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotswap.core.config import Config, ResolvedConfig
 from hotswap.core.config.check import check_config
+from hotswap.core.config.limits import AUTO, AttentionNeeds
 from hotswap.core.engine.assembly import Assembly, BuiltEngine, build_model, nobody_for
 from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.engine.exchange import Exchanger, Report
@@ -143,15 +144,27 @@ def build_engine(
     config, registry = resolved.config, Registry()
     parts = check_config(config, registry)
     opened = open_model(config, registry, progress=progress)
+    needs = _attention_needs(config, opened)
+    if config.attention.use == AUTO:  # chosen before by what the config says
+        parts = check_config(config, registry, needs=needs)
     assembly = Assembly(
-        resolved, registry, parts, opened.checkpoint, opened.facts, opened.max_model_len, clock or SystemClock(),
-        models or SharedModels())
+        resolved, registry, parts, opened.checkpoint, opened.facts, needs, opened.max_model_len,
+        clock or SystemClock(), models or SharedModels())
     engine = assembly.start()
     honoured = frozenset(field for processor in parts.listed("logits_processors") for field in processor.honours)
     return Built(
         engine, assembly.in_order(), resolved, opened.checkpoint, opened.facts, opened.max_model_len, registry,
         honoured, assembly.fronts, [*parts.notes, *opened.notes, *assembly.notes],
         [*resolved.warnings, *opened.warnings])
+
+
+def _attention_needs(config: Config, opened: Opened) -> AttentionNeeds:
+    """ConfigError where the device is not there."""
+    from hotswap.core.execution.device import choose_device, choose_dtype
+
+    device = choose_device(config.device, [])
+    return AttentionNeeds(
+        device, choose_dtype(config.dtype, opened.checkpoint.config, device, []), shapes=opened.facts.attention)
 
 
 def _open(config: Config, progress: bool) -> "Checkpoint":

@@ -112,8 +112,8 @@ class EngineExchange:
             raise EngineStoppedError(failure)
         self._resolved = changed(self.old.resolved, sets)
         config = self._resolved.config.model_copy(update={"parallel": self.old.config.parallel})
-        self._target = check_config(config, registry, built.around)
-        self._spare = check_config(self.old.config, registry, built.around)
+        self._target = check_config(config, registry, built.around, self.old.needs)
+        self._spare = check_config(self.old.config, registry, built.around, self.old.needs)
         self._parts = (*differences(self.old.parts, self._target), *_sizes(self.old, config, self._target))
         self._sections = {part.path.partition(".")[0] for part in self._parts}
         for section in self._sections:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from hotswap.core.blame import blame
+from hotswap.core.config.limits import AttentionNeeds, attention_limits, lacking
 from hotswap.core.errors import ConfigError
 from hotswap.core.execution.layout import batch_layout
 from hotswap.core.execution.speculation import SpeculatorCache
@@ -66,24 +67,10 @@ def check_support(
     attention: AttentionBackend, shapes: Mapping[str, GroupShape], device: str, dtype: str,
 ) -> None:
     """ConfigError that lists everything the model needs and ``attention`` does not do, before any request meets it."""
-    support = attention.support()
-    problems = []
-
-    def need(what: str, value: object, allowed: Sequence[object] | None) -> None:
-        if allowed is not None and value not in allowed:
-            problems.append(f"{what} {value} (it takes {', '.join(map(str, allowed))})")
-
-    need("device", device.partition(":")[0], support.devices)
-    need("dtype", dtype, support.dtypes)
-    for shape in shapes.values():
-        need("head size", shape.head_dim, support.head_dims)
-        if shape.window is not None and not support.windows:
-            problems.append(f"a sliding window of {shape.window}")
-        if shape.softcap is not None and not support.softcap:
-            problems.append(f"a softcap of {shape.softcap}")
-    if problems:
+    needs = AttentionNeeds(device, dtype, shapes=tuple(shapes.values()))
+    if lacks := lacking(attention_limits(needs, attention.support())):
         raise ConfigError(
-            f"{attention.label} does not support what this model needs: {'; '.join(dict.fromkeys(problems))}. "
+            f"{attention.label} does not support what this model needs: {'; '.join(dict.fromkeys(map(str, lacks)))}. "
             "Choose another backend", "attention")
 
 

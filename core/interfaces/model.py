@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from hotswap.core.interfaces.attention import GroupShape
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.kvcache import CacheSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from hotswap.core.interfaces.attention import GroupShape
     from hotswap.core.modeling.mesh import Mesh
     from hotswap.core.modeling.weights import WeightSource
 
@@ -36,6 +36,9 @@ class ModelFacts:
     ``capturable``: dtypes in which ``forward`` may be captured in a CUDA graph: the operations and shapes of a step
     depend on the number of its tokens alone, nothing is read back to the host, and nothing that it computes outlives
     the step (``statistics`` aside).
+
+    ``attention``: what an attention backend must do, as :meth:`Model.attention_shapes` would say it of all ranks
+    together, with pages of size 0; by it ``attention: auto`` chooses. Empty: not said.
     """
 
     architecture: str
@@ -49,6 +52,7 @@ class ModelFacts:
     head_cost: int = 0
     mlp_width: int = 0
     capturable: tuple[str, ...] = ()
+    attention: tuple[GroupShape, ...] = ()
 
 
 class Attend(Protocol):
@@ -87,7 +91,7 @@ class Model(Component):
         """The cache groups of this rank's layers."""
 
     @abstractmethod
-    def attention_shapes(self, page_sizes: dict[str, int]) -> "dict[str, GroupShape]":
+    def attention_shapes(self, page_sizes: dict[str, int]) -> dict[str, GroupShape]:
         """What an attention backend must do, per cache group, on this rank; page sizes as planned (0 before)."""
 
     def taps(self) -> Sequence[str]:

@@ -92,6 +92,9 @@ class ModelSuite:
             assert spec.bytes_per_token == 2 * len(spec.layers) * spec.kv_heads * spec.head_dim * 4, (
                 f"{spec}: keys and values of {len(spec.layers)} layers in float32 take another number of bytes")
             assert model.attention_shapes({spec.group: 16})[spec.group].page_size == 16
+        if facts.attention:
+            needed = set(model.attention_shapes({}).values())
+            assert set(facts.attention) == needed, f"the facts say {facts.attention}, its layers need {needed}"
         assert logits_of(model, IDS).shape == (len(IDS), facts.vocab_size)
 
     def test_it_gives_the_reference_s_logits_whole_and_in_chunks(self, checkpoint: Checkpoint) -> None:

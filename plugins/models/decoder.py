@@ -50,11 +50,14 @@ class DecoderModel(Model):
             axes["mlp"] = c.mlp_size
         if c.experts and sparse:
             axes |= {"expert": c.experts.count, "expert_mlp": c.experts.size}
+        shapes = (
+            GroupShape(c.heads, c.kv_heads, c.head_dim, 0, c.head_dim**-0.5, window)
+            for window in dict.fromkeys(c.windows))
         return ModelFacts(
             c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes,
             concurrent=not sparse,  # experts count their tokens
             layer_costs=c.layer_costs, head_cost=c.vocab_size * c.hidden_size, mlp_width=c.mlp_width,
-            capturable=c.capturable)
+            capturable=c.capturable, attention=tuple(shapes))
 
     @classmethod
     def linear_layers(cls, config: dict[str, Any], matrices: Sequence[str]) -> Sequence[str]:

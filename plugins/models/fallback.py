@@ -39,7 +39,8 @@ class TransformersModel(Model):
     def facts(cls, config: dict[str, Any]) -> ModelFacts:
         found = trace(config)
         return ModelFacts(
-            config["architectures"][0], len(found.layers), found.hidden_size, found.vocab_size, found.max_position)
+            config["architectures"][0], len(found.layers), found.hidden_size, found.vocab_size, found.max_position,
+            attention=tuple(_shape(layer) for layer, _ in _groups(found.layers).values()))
 
     def describe(self) -> Description:
         return Description(offers=frozenset({"any_architecture"}))
@@ -64,12 +65,7 @@ class TransformersModel(Model):
         return specs
 
     def attention_shapes(self, page_sizes: dict[str, int]) -> dict[str, GroupShape]:
-        return {
-            group: GroupShape(
-                layer.heads, layer.kv_heads, layer.head_dim, page_sizes.get(group, 0), layer.scale, layer.window,
-                layer.softcap)
-            for group, (layer, _) in self.groups.items()
-        }
+        return {group: _shape(layer, page_sizes.get(group, 0)) for group, (layer, _) in self.groups.items()}
 
     def load(self, weights: WeightSource) -> None:
         model_class, hf_config = resolve(self.config)
@@ -130,6 +126,11 @@ def _groups(layers: tuple[TracedLayer, ...]) -> dict[str, tuple[TracedLayer, tup
         name = kind if kind not in groups else f"{kind}_{members[0]}"
         groups[name] = first, tuple(members)
     return groups
+
+
+def _shape(layer: TracedLayer, page_size: int = 0) -> GroupShape:
+    return GroupShape(
+        layer.heads, layer.kv_heads, layer.head_dim, page_size, layer.scale, layer.window, layer.softcap)
 
 
 class _LazyTensor:

@@ -9,6 +9,7 @@ from dataclasses import fields
 import pytest
 
 from hotswap.core.config.check import choose_attention, choose_executor
+from hotswap.core.config.limits import AttentionNeeds
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, Section
 from hotswap.core.config.units import parse_bytes
 from hotswap.core.hooks import HookSpecs
@@ -139,7 +140,7 @@ def default_components() -> set[tuple[str, str]]:
     registry, auto = Registry(), ComponentRef(use="auto")
     chosen -= {("executor", "auto"), ("attention", "auto")}
     chosen.add(("executor", choose_executor(registry, auto, {})[0].use))
-    chosen.add(("attention", choose_attention(registry, auto, "cpu")[0].use))
+    chosen.add(("attention", choose_attention(registry, auto, AttentionNeeds("cpu"))[0].use))
     chosen |= {(LISTS[section][0], ref.use) for section in LISTS for ref in getattr(config, section)}
     chosen |= {("queue_policy", "fcfs"), ("eviction_policy", "lru"), ("launcher", "local"), ("operators", "auto")}
     return chosen | {("model", config.model.fallback)}

@@ -14,6 +14,7 @@ from hotswap.core.engine.build import build_engine
 from hotswap.core.errors import ConfigError
 from hotswap.core.execution.builder import SharedModels
 from hotswap.core.request import Request, SamplingParams
+from hotswap.plugins.attention.cpu import CPUAttention
 from hotswap.plugins.attention.torch_sdpa import TorchAttention
 
 
@@ -131,6 +132,24 @@ def greedy(built):
     built.engine.add(Request("one", [3, 1, 4, 1, 5], SamplingParams(temperature=0.0, max_tokens=8)), sink)
     assert done.wait(30)
     return tokens
+
+
+def test_attention_that_lacks_what_the_model_needs_is_passed_over_at_the_start_and_in_every_exchange(
+    directory, monkeypatch,
+):
+    support = CPUAttention.support
+    monkeypatch.setattr(CPUAttention, "support", lambda self: replace(support(self), head_dims=(7,)))
+    built = build({"path": str(directory)}, parallel=[{"use": "data", "replicas": 1}])
+    try:
+        [note] = [note for note in built.notes if note.startswith("attention: ")]
+        assert note.startswith("attention: auto chose 'torch', because it runs on any device")
+        assert "cpu does not take head size 16, but 7" in note
+        [report] = built.exchange(["scheduler=continuous"])
+        assert [part.path for part in report.parts] == ["scheduler"]
+        assert [entry["name"] for entry in built.listing() if entry["kind"] == "attention"] == ["torch"]
+        assert len(greedy(built)) == 8
+    finally:
+        built.engine.stop()
 
 
 def test_each_of_the_engines_that_share_a_model_has_its_attention_checked(directory, monkeypatch):

@@ -281,7 +281,7 @@ def test_everything_that_a_backend_does_not_support_is_listed_at_the_start():
     with pytest.raises(ConfigError) as caught:
         check_support(Narrow(), shapes, SETTINGS.device, SETTINGS.dtype)
     message = str(caught.value)
-    for part in ("attention:Narrow", "device cpu", "dtype bfloat16", "head size 80 (it takes 64, 128)", "window of 128",
+    for part in ("attention:Narrow", "device cpu", "dtype bfloat16", "head size 80, but 64, 128", "window of 128",
                  "softcap of 30.0"):
         assert part in message
     check_support(TorchAttention(), shapes, SETTINGS.device, SETTINGS.dtype)

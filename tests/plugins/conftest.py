@@ -45,7 +45,8 @@ PARTS = """
     ForkKV = concrete(KVCacheManager, describe=describes(offers=frozenset({"fork"})))
     Anywhere = concrete(AttentionBackend, support=lambda self: AttentionSupport())
     ForChip = concrete(AttentionBackend, support=lambda self: AttentionSupport(
-        devices=("chip",), dtypes=("bfloat16",), page_sizes=(16, 32)))
+        devices=("chip",), dtypes=("bfloat16",), head_dims=(64, 128), page_sizes=(16, 32), windows=False,
+        softcap=False))
     ForCPU = concrete(AttentionBackend, support=lambda self: AttentionSupport(devices=("cpu",)))
 
     def no_driver(self):

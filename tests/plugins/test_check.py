@@ -1,13 +1,16 @@
 """What ``config check`` finds out before any memory is touched."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from hotswap.core.config import load_config
 from hotswap.core.config.check import check_config, choose_attention
 from hotswap.core.config.components import Components
+from hotswap.core.config.limits import AttentionNeeds
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.attention import GroupShape
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.registry import Registry
 
@@ -170,12 +173,12 @@ def test_auto_takes_the_attention_made_for_the_device_else_a_general_one_and_say
     registry = Registry()
 
     def choose(device):
-        ref, note = choose_attention(registry, ComponentRef(use="auto"), device)
+        ref, note = choose_attention(registry, ComponentRef(use="auto"), AttentionNeeds(device))
         return ref.use, note
 
     name, note = choose("chip:0")
     assert name == "chip"
-    assert "made for chip" in note
+    assert "made for chip, unless the model needs what it lacks: then 'torch' or '" in note
     name, note = choose("cpu")
     assert name != "chip"
     assert "chip does not take device cpu, but chip" in note
@@ -189,6 +192,25 @@ def test_auto_passes_over_attention_that_does_not_take_what_the_config_gives(che
         parts = check(attention="auto", device="chip", **changes)
         assert parts.attention.label != "attention:chip"
         assert f"chip does not take {lack}" in parts.notes[0]
+
+
+@pytest.mark.parametrize(("dtype", "changes", "lack"), [
+    ("float32", {}, "dtype float32, but bfloat16"), ("bfloat16", {"head_dim": 80}, "head size 80, but 64, 128"),
+    ("bfloat16", {"window": 9}, "a sliding window of 9"), ("bfloat16", {"softcap": 30.0}, "a softcap of 30.0"),
+])
+def test_auto_passes_over_attention_that_lacks_what_the_model_needs(parts, dtype, changes, lack):
+    config = load_config({**parts, "attention": "auto", "device": "chip"}, environ={}).config
+    plain = GroupShape(4, 2, 64, 0, 0.125)
+    shapes = {"as it is": (plain,), "as it lacks": (plain, replace(plain, **changes))}
+    before = check_config(config, Registry())
+    fits = check_config(config, Registry(), needs=AttentionNeeds("chip:0", "bfloat16", shapes=shapes["as it is"]))
+    assert before.attention.label == fits.attention.label == "attention:chip"
+    found = check_config(config, Registry(), needs=AttentionNeeds("chip:0", dtype, shapes=shapes["as it lacks"]))
+    assert found.attention.label == "attention:torch"
+    [note] = found.notes
+    assert note.startswith("attention: auto chose 'torch', because it runs on any device, and none that is made for")
+    assert f"chip does not take {lack};" in note
+    assert "unless the model" not in note + fits.notes[0]
 
 
 def test_auto_passes_over_attention_that_raises_when_it_is_asked_and_says_what(check, install):

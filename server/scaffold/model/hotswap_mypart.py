@@ -43,12 +43,14 @@ class MyPart(Model):
         if config.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"hidden_act={config['hidden_act']!r} is not supported, expected 'silu'", "model")
         heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return ModelFacts(
             config["architectures"][0], config["num_hidden_layers"], config["hidden_size"], config["vocab_size"],
             config["max_position_embeddings"],
-            axes={"heads": heads, "kv_heads": config.get("num_key_value_heads") or heads,
-                  "mlp": config["intermediate_size"], "vocab": config["vocab_size"]},
-            concurrent=True)
+            axes={"heads": heads, "kv_heads": kv_heads, "mlp": config["intermediate_size"],
+                  "vocab": config["vocab_size"]},
+            concurrent=True, attention=(GroupShape(heads, kv_heads, head_dim, 0, head_dim**-0.5),))
 
     @classmethod
     def linear_layers(cls, config: dict[str, Any], matrices: Sequence[str]) -> Sequence[str]:
@@ -63,7 +65,7 @@ class MyPart(Model):
         """Prepare what this rank holds. A layer asks the mesh for its part of an axis."""
         facts, eps = self.facts(config), config["rms_norm_eps"]
         hidden, vocab = facts.hidden_size, facts.vocab_size
-        self.head_dim = config.get("head_dim") or hidden // facts.axes["heads"]
+        self.head_dim = facts.attention[0].head_dim
         self.dtype, self.tied = dtype, bool(config.get("tie_word_embeddings"))
         heads, kv_heads, inner = (Axis(name, facts.axes[name], width) for name, width in (
             ("heads", self.head_dim), ("kv_heads", self.head_dim), ("mlp", 1)))
