@@ -103,13 +103,15 @@ class TokenChooser:
         raw = {row: self._raw_rows(logits[starts[row] : starts[row + 1]], names[row]) for row in scored}
         faults = self._process(logits, names, rows, starts) if processed else {}
         choices = self._pick(logits, batch, rows, probs)
-        choices.own.update(row for row, fault in choices.errors.items()
-                           if fault == NO_TOKEN_LEFT and names[row] in self._wanted)
+        # What a processor says of logits that are no numbers is not why the row fails.
+        broken = {row for row, fault in choices.errors.items() if fault != NO_TOKEN_LEFT}
+        choices.own.update(row for row in choices.errors.keys() - broken if names[row] in self._wanted)
         for row, (name, kept) in enumerate(zip(names, choices.kept, strict=True)):
             if row not in choices.errors and row not in faults and (fault := self._accept(name, kept)):
                 faults[row] = fault
-        choices.errors |= faults
-        choices.own.update(faults)
+        for row in faults.keys() - broken:
+            choices.errors[row] = faults[row]
+            choices.own.add(row)
         self._score(raw, rows.requests, choices)
         return choices
 

@@ -336,7 +336,10 @@ def _filtered(x: torch.Tensor, top: torch.Tensor, group: _Group) -> Iterator[tup
     A row is done when what top-k and top-p leave of it ends strictly above the worst token tried: then no token beyond
     those tried, and no equal of the last one kept, can matter.
     """
-    mass = _weights(x, top, group).sum(-1, keepdim=True) if group.uses_mass else torch.zeros_like(top)
+    # Integers even where it is not used: floats would make the sums that stand in for it inexact.
+    mass = torch.zeros_like(top, dtype=torch.int64)
+    if group.uses_mass:
+        mass = _weights(x, top, group).sum(-1, keepdim=True)
     # An accelerator sorts everything at once: looking which rows are done would make the host wait.
     for width in _WIDTHS if x.device.type == "cpu" else ():
         width = max(width, group.largest_k + 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hotswap.core.execution.choosing import ChoiceRows, Choices, TokenChooser
+from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import NewRequest
 from hotswap.core.request import SamplingParams
 from hotswap.core.testing.rig import build
@@ -62,3 +63,36 @@ def test_a_faulty_row_among_greedy_ones_is_an_error_of_its_own(choose: Choose) -
     found = choose(logits, [{"temperature": 0}] * 3)
     assert found.errors.keys() == {1} and "NaN" in found.errors[1]
     assert [found.kept[row] for row in (0, 2)] == [[int(logits[row].float().argmax())] for row in (0, 2)]
+
+
+class Raising(LogitsProcessor):
+    """Raises where it is applied, or excludes every token before it does."""
+
+    def __init__(self, excludes: bool) -> None:
+        super().__init__()
+        self.excludes = excludes
+
+    def wants(self, request: NewRequest) -> bool:
+        return True
+
+    def begin(self, request: NewRequest) -> None:
+        """Nothing to keep."""
+
+    def apply(self, logits: torch.Tensor, rows: Any) -> None:
+        if self.excludes:
+            logits[0] = -torch.inf
+        raise ValueError("planted")
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("excludes", [False, True])
+def test_a_processor_that_raises_over_nan_takes_no_blame_from_the_model(drafts: int, excludes: bool) -> None:
+    chooser = TokenChooser([Raising(excludes)], VOCAB_SIZE, "cpu")
+    news = [NewRequest(str(row), [1, 2, 3], 3, SamplingParams(temperature=0), row) for row in range(2)]
+    for new in news:
+        chooser.begin(new)
+    logits = logits_of(2 * (drafts + 1))
+    logits[drafts + 1, 9] = torch.nan
+    found = chooser.choose(logits, ChoiceRows(news, np.full(2, 3), [[7] * drafts] * 2))
+    assert "planted" in found.errors[0] and "NaN" in found.errors[1]
+    assert found.own == {0}

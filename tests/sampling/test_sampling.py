@@ -1,6 +1,7 @@
 """The sampler draws from the distribution that its parameters define, row by row, and fails row by row."""
 
 from itertools import product
+from math import log
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,17 @@ def test_a_row_has_the_same_probabilities_bit_by_bit_alone_and_among_others(voca
         together = processed_probs(logits, make_batch([params] * 9))
         for row in range(9):
             assert torch.equal(processed_probs(logits[row : row + 1], make_batch([params]))[0], together[row])
+
+
+def test_where_top_p_ends_depends_on_no_top_k_beside_it(make_batch: Any) -> None:
+    """The best token weighs 2**40 and those behind it 2**14, less than float32 tells apart there."""
+    logits = torch.full((2, 600), -30.0)
+    logits[:, 0], logits[:, 1:100] = 0.0, -26.0
+    top_p = (2**26 + 49.5) / (2**26 + 99)
+    row, beside = (SamplingParams(temperature=1 / log(2), top_k=top_k, top_p=top_p) for top_k in (100, 600))
+    alone = processed_probs(logits[:1], make_batch([row]))
+    assert (alone > 0).sum() == 51
+    assert torch.equal(processed_probs(logits, make_batch([row, beside]))[0], alone[0])
 
 
 def test_slices_and_widths_do_not_change_a_token(make_batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
