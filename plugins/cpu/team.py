@@ -87,13 +87,14 @@ class Kernel:
     def compile(self) -> None:
         if self._compiled is None:
             compiled = _compile(self._function)
-            self._alone, self._address = compiled.ctypes, compiled.address
+            self._address, self._alone = compiled.address, compiled.ctypes  # in this order: another may be calling
             self._compiled = compiled  # last: another thread may be asking
 
     def __call__(self, data: int, shared: bool) -> None:
         """Run with the words at the address ``data``, on this thread, or if ``shared`` on ``torch.get_num_threads()``;
-        returns when all have returned."""
-        assert self._alone is not None, f"kernel {self._function.__name__} is called, and nobody has compiled it"
+        returns when all have returned. RuntimeError where it is not compiled."""
+        if self._alone is None:
+            raise RuntimeError(f"kernel {self._function.__name__} is called, and nobody has compiled it")
         if shared and (threads := torch.get_num_threads()) > 1 and (parallel := _parallel()) is not None:
             parallel(self._address, data, threads, 0)
         else:
