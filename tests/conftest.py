@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -32,6 +33,23 @@ def live_children(pid: int) -> list[int]:
 def children() -> Callable[[int], list[int]]:
     """A function from a process id to the ids of its live children."""
     return live_children
+
+
+def idle_share(window_s: float = 0.2) -> float:
+    """How much of a processor all threads of this process use while the calling one sleeps: the least of three windows,
+    since what has just ended may still be putting things away."""
+    least = 1.0
+    for _ in range(3):
+        begun, used = time.perf_counter(), time.process_time()
+        time.sleep(window_s)
+        least = min(least, (time.process_time() - used) / (time.perf_counter() - begun))
+    return least
+
+
+@pytest.fixture
+def processor_share() -> Callable[[], float]:
+    """A function that says how much of a processor this process uses while the caller sleeps, which takes 0.6 s."""
+    return idle_share
 
 
 @pytest.fixture(autouse=True)
