@@ -13,6 +13,7 @@
     │   ├── ContextLengthError
     │   └── QueueFullError     HTTP 429
     ├── EngineStoppedError     the engine is draining or stopped: HTTP 503
+    │   └── LoopTimeoutError           or its loop has not come to something in time
     ├── ExchangeError          a part was to be exchanged while serving, and the old one serves on
     ├── ComponentError         a component raised while serving; names kind and component
     └── KVInvariantError       a KV manager's own check failed
@@ -81,6 +82,11 @@ class QueueFullError(RequestError):
 
 class EngineStoppedError(HotswapError):
     """The engine does not take requests: it drains, or its loop has ended."""
+
+
+class LoopTimeoutError(EngineStoppedError):
+    """The engine's loop did not come to what it was asked for in time, or did not get done with it; it may yet go on.
+    """
 
 
 class ExchangeError(HotswapError):

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import pluggy
@@ -58,10 +58,15 @@ class ObserverHub:
 
 
 class LiveComponents:
-    """What an engine is made of, under ``kind:name``. Methods marked with ``hookimpl`` are called from then on."""
+    """What an engine is made of, under ``kind:name``. Methods marked with ``hookimpl`` are called from then on.
+
+    One thread at a time changes it; others may look meanwhile, and see it as it was before the change, or after it.
+    """
 
     def __init__(self) -> None:
         self.observers = ObserverHub()
+        self._shown: tuple[tuple[str, Component], ...] = ()
+        """By label: what those see who look."""
         self._manager = _PluginManager("hotswap")
         self._manager.add_hookspecs(HookSpecs)
         # A manager hangs in rings of its own: what it holds would live on until Python looks for those.
@@ -73,6 +78,27 @@ class LiveComponents:
 
         Raises BrokenComponentError, and registers nothing, where a hook does not match its specification.
         """
+        label = self._register(component)
+        self._show()
+        return label
+
+    def remove(self, component: Component) -> None:
+        """Unregister a component and its parts; a no-op for what is not registered."""
+        self._unregister(component)
+        self._show()
+
+    def replace(self, old: Iterable[Component], new: Iterable[Component]) -> None:
+        """Remove ``old`` and add ``new``, as one change: nobody who looks finds the place of one empty."""
+        for component in old:
+            self._unregister(component)
+        for component in new:
+            self._register(component)
+        self._show()
+
+    def _show(self) -> None:
+        self._shown = tuple(cast(list[tuple[str, Component]], self._manager.list_name_plugin()))
+
+    def _register(self, component: Component) -> str:
         if known := self._manager.get_name(component):
             return known
         label = self._free_label(component.label)
@@ -89,18 +115,17 @@ class LiveComponents:
                     self.observers.listen(
                         label, caller.name, implementation.function, tuple(implementation.argnames))
         for part in _components(component.parts.values()):
-            self.add(part)
+            self._register(part)
         return label
 
-    def remove(self, component: Component) -> None:
-        """Unregister a component and its parts; a no-op for what is not registered."""
+    def _unregister(self, component: Component) -> None:
         label = self._manager.get_name(component)
         if label is None:
             return
         self._manager.unregister(component)
         self.observers.forget(label)
         for part in _components(component.parts.values()):
-            self.remove(part)
+            self._unregister(part)
 
     def get(self, label: str) -> Component | None:
         """The live component of that label."""
@@ -108,14 +133,13 @@ class LiveComponents:
         return component
 
     def __iter__(self) -> Iterator[Component]:
-        return iter(cast(list[Component], [plugin for _, plugin in self._manager.list_name_plugin()]))
+        return iter([component for _, component in self._shown])
 
     def listing(self) -> list[dict[str, Any]]:
         """Every live component, as JSON: kind, name, distribution, version, contract, options, and why its hooks are
         not called any more (None where they are)."""
         listed = []
-        for label, plugin in self._manager.list_name_plugin():
-            component = cast(Component, plugin)
+        for label, component in self._shown:
             origin = component.origin
             listed.append({
                 "kind": component.kind,

@@ -5,10 +5,9 @@ and gets a factory for each; a factory may start another deployment, since the r
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
-from threading import Thread
 from typing import TYPE_CHECKING, cast
 
 from hotswap.core.config import Config, ResolvedConfig
@@ -20,6 +19,7 @@ from hotswap.core.engine.clock import Clock
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.loop import EngineLoop
 from hotswap.core.engine.parts import Parts
+from hotswap.core.engine.preparing import Preparing
 from hotswap.core.engine.setup import CacheRoom, EngineSetup, references
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import ConfigError
@@ -55,7 +55,7 @@ class Made:
 class BuiltEngine:
     """One engine loop. ``made`` is another one after an exchange. ``around``: the deployments that it is part of.
     ``spans``: it computes every step together with other engines. ``free_bytes``: for pages, when it started.
-    ``letting_go``: has the ranks let go what they have prepared for an exchange that has failed."""
+    ``preparing``: what its ranks prepare for exchanges."""
 
     replica: Replica
     engine: Engine
@@ -64,7 +64,11 @@ class BuiltEngine:
     around: tuple[Component, ...] = ()
     spans: bool = False
     free_bytes: int = 0
-    letting_go: Thread | None = None
+    preparing: Preparing = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = self.replica.name
+        self.preparing = Preparing(self.made.parts.executor, f"engine {name}: " if name else "")
 
     @property
     def cache_plan(self) -> CachePlan:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotswap.core.blame import blame
 from hotswap.core.engine.loop import EngineLoop
-from hotswap.core.errors import EngineStoppedError, QueueFullError
+from hotswap.core.errors import EngineStoppedError, LoopTimeoutError, QueueFullError
 from hotswap.core.interfaces.deployment import EngineStatus, EventListener, Loads
 from hotswap.core.request import FinishReason, OutputSink, Request, RequestOutput
 
@@ -127,7 +127,8 @@ class Engine:
     def call(self, function: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         """Run ``function`` on the loop's thread between two turns; its result or exception is the caller's.
 
-        EngineStoppedError where the loop has ended, or does not come to it in time: then it does not happen later.
+        EngineStoppedError where the loop has ended. LoopTimeoutError where it does not come to it in time: then it does
+        not happen later; or has begun and not ended, which the message says.
         """
         done, box, turn = threading.Event(), {}, threading.Lock()  # whoever gets ``turn``: the loop, or the timeout
 
@@ -144,7 +145,7 @@ class Engine:
             raise EngineStoppedError(self._failure or "the engine's loop has ended")
         if not done.wait(timeout_s):
             late = "and it will not happen" if turn.acquire(blocking=False) else "though it has begun with it"
-            raise EngineStoppedError(f"the engine's loop did not answer within {timeout_s:g} s, {late}")
+            raise LoopTimeoutError(f"the engine's loop did not answer within {timeout_s:g} s, {late}")
         if "error" in box:
             raise box["error"]
         return box["value"]

@@ -30,7 +30,7 @@ class Committer:
         if verdict.error is None and len(verdict.rows) != len(step.states):
             verdict.error = f"the verdict has {len(verdict.rows)} rows, the message had {len(step.states)}"
         trial = self._lifecycle.trial
-        if trial is not None and trial.spoils(step, verdict):
+        if trial is not None and trial.judge(step, verdict):
             for state in step.states:
                 state.land()
         elif verdict.error is None:

@@ -19,7 +19,7 @@ from hotswap.core.engine.context import Limits
 from hotswap.core.engine.setup import CacheRoom
 from hotswap.core.engine.switch import Effect, Switch, carry_out
 from hotswap.core.engine.trial import Trial, TriedKV
-from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError
+from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError, LoopTimeoutError
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, Exchange
 from hotswap.core.interfaces.kvcache import KVCacheManager
@@ -36,8 +36,6 @@ TRIAL_TIMEOUT_S = 10.0
 """How long the answer waits for the first steps of the new parts."""
 IDLE_S = 0.5
 """Of these, while nothing runs that could take a step."""
-LET_GO_TIMEOUT_S = 10.0
-"""How long an exchange that has failed waits for the ranks to let go what they have prepared."""
 _POLL_S = 0.01
 
 
@@ -72,7 +70,8 @@ class Exchanger:
         ``replica``.
 
         ConfigError: refused, and nothing has changed. ExchangeError: a new part has failed, and the old one is back; or
-        another exchange is under way. EngineStoppedError: of what was chosen, nothing runs.
+        one of several engines has ended over it; or ranks or loop have not answered in time; or another exchange is
+        under way. EngineStoppedError: of what was chosen, nothing runs.
         """
         sets, reports = list(sets), list[Report]()
         if not self._lock.acquire(blocking=False):
@@ -91,7 +90,9 @@ class Exchanger:
                 try:
                     reports.append(one.carry_out())
                 except (ConfigError, ExchangeError, EngineStoppedError) as error:
-                    if not isinstance(error, ExchangeError) and not reports:
+                    # Where one of several engines ends, the others serve: that is an ExchangeError.
+                    alone = (ConfigError, EngineStoppedError) if len(alive) == 1 else (ConfigError,)
+                    if isinstance(error, alone) and not reports:
                         raise
                     raise ExchangeError(f"{_named(one.built)}{error}", reports) from error
             return [replace(reports[0], notes=(*reports[0].notes, *notes)), *reports[1:]]
@@ -130,7 +131,8 @@ class EngineExchange:
         LiveComponents().add(new)  # its hooks fit
 
     def carry_out(self) -> Report:
-        """ConfigError or ExchangeError: the old parts serve on. EngineStoppedError: nothing does."""
+        """ConfigError: the old parts serve on. ExchangeError: they do, too, unless the message says that the loop has
+        begun to exchange them and not come to an end. EngineStoppedError: the engine has ended."""
         name, notes = self.built.replica.name, (*self._resolved.warnings, *self._target.notes)
         if not self._parts:
             return Report(name, (), proven=True, notes=("these parts serve already", *notes))
@@ -139,6 +141,8 @@ class EngineExchange:
             trial, effect = self.built.engine.call(self._switch, LOOP_TIMEOUT_S)
         except BaseException as error:
             self._let_go()
+            if isinstance(error, LoopTimeoutError):
+                raise ExchangeError(str(error)) from error
             if isinstance(error, (ConfigError, ExchangeError, EngineStoppedError)) or not isinstance(error, Exception):
                 raise
             raise ExchangeError(f"the old parts serve on: {blame(error)}") from error
@@ -151,7 +155,7 @@ class EngineExchange:
         old, on_workers = self.old, self._on_workers()
         if on_workers:
             self._require_exchange()
-            self._new = replace(self._new, info=self._bounded(self._executor.prepare(on_workers)))
+            self._new = replace(self._new, info=self._bounded(self.built.preparing.load(on_workers)))
         try:
             self._divide()
             if self._changes_workers:
@@ -165,20 +169,9 @@ class EngineExchange:
             raise
 
     def _let_go(self) -> None:
-        """What was prepared, and will not be put in place. Whoever waits for the answer does not wait for a rank that
-        hangs: what it has prepared stays there, and until it is gone nothing else is prepared."""
-        if not self._on_workers():
-            return
-        thread = self.built.letting_go = threading.Thread(
-            target=_prepare_nothing, args=(self._executor,), name="hotswap-let-go", daemon=True)
-        thread.start()
-        thread.join(LET_GO_TIMEOUT_S)
-        if thread.is_alive():
-            logger.error(
-                "%sthe exchange has failed, and the ranks have not let go within %g s what they had prepared for it; "
-                "until they have, no part of theirs is exchanged", _named(self.built), LET_GO_TIMEOUT_S)
-        else:
-            self.built.letting_go = None
+        """What was prepared, and will not be put in place."""
+        if self._on_workers():
+            self.built.preparing.let_go()
 
     def _bounded(self, info: WorkerInfo) -> WorkerInfo:
         """What is free is measured while the engine serves: pages that nobody has touched yet count twice, and other
@@ -226,9 +219,7 @@ class EngineExchange:
             raise ConfigError(
                 "engines that compute every step together do not exchange parts or pages of their workers; start "
                 "again with the new ones", "parallel")
-        if (before := self.built.letting_go) is not None and before.is_alive():
-            raise ExchangeError(
-                "the ranks have yet to let go what they prepared for an exchange that has failed; try again later")
+        self.built.preparing.check_free()
 
     def _await(self, trial: Trial) -> bool:
         """Whether the first steps have gone well, as far as there are any. ExchangeError where they have not, and
@@ -322,12 +313,10 @@ class EngineExchange:
 
     def _record(self, made: Made, source: Components) -> None:
         """What the engine is made of now: the sections that are replaced come from ``source``."""
-        now = dict(self.built.made.parts.built)
-        for section in self._replaced:
-            self.built.components.remove(now[section])
-            now[section] = source.built[section]
-            self.built.components.add(now[section])
-        self.built.made = replace(made, parts=replace(self.old.parts, built=now))
+        now = self.built.made.parts.built
+        new = {section: source.built[section] for section in self._replaced}
+        self.built.components.replace([now[section] for section in new], new.values())
+        self.built.made = replace(made, parts=replace(self.old.parts, built={**now, **new}))
 
     def _tell(self, effect: Effect, problem: str = "") -> None:
         """The log and the observers. ``problem``: why the old parts are back."""
@@ -345,15 +334,6 @@ class EngineExchange:
                     "hotswap_component_exchanged", path=part.path, kind=part.kind, old=old, new=new,
                     options=part.options, pause=effect.pause_s, handed_over=effect.handed_over,
                     recomputed=effect.recomputed, problem=problem, time=now)
-
-
-def _prepare_nothing(executor: Executor) -> None:
-    try:
-        executor.prepare({})
-    except EngineStoppedError:
-        pass  # and all that was prepared with it
-    except Exception:
-        logger.exception("%s raised when it was to let go what it had prepared", executor.label)
 
 
 def shares_pages(old: AttentionBackend, new: AttentionBackend) -> bool:

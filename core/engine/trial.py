@@ -45,10 +45,13 @@ class Trial:
         self._lost |= self._kv
         self.problem = self.problem or problem
 
-    def spoils(self, step: StepInFlight, verdict: Verdict) -> bool:
-        """Whether a step counts for nothing, so that its requests are computed again: parts of the workers are on
-        trial, and it has failed, or one before it had. What a request has brought on itself says nothing of the parts,
-        nor does a row of one that has ended."""
+    def judge(self, step: StepInFlight, verdict: Verdict) -> bool:
+        """Note it where parts of the workers are on trial and this step has failed, or a row of it: the first problem
+        is why the old ones come back, and what is in the pages cannot be trusted any more. What a request has brought
+        on itself says nothing of the parts, nor does a row of one that has ended.
+
+        Whether the step counts for nothing, so that its requests are computed again: it has failed, or one before it
+        had."""
         if self._workers and not self._void:
             problem = verdict.error or next((
                 row.error for state, row in zip(step.states, verdict.rows, strict=True)

@@ -638,6 +638,19 @@ def test_a_trial_that_fails_after_the_answer_takes_back_what_requests_may_ask(ru
     assert "Own" not in engine.built.request_options
 
 
+def test_what_requests_may_ask_of_a_part_is_known_while_one_of_the_same_name_takes_its_place(
+    run, tiny, planted, monkeypatch,
+):
+    monkeypatch.setattr(exchange_module, "IDLE_S", 0.0)
+    built = run(tiny.config("chunked", "prefix", "none", 1)).built
+    built.exchange(["scheduler=Own"])
+    hub, seen = built.components.observers, list[bool]()
+    forget = hub.forget
+    monkeypatch.setattr(hub, "forget", lambda label: (forget(label), seen.append("Own" in built.request_options)))
+    built.exchange(["scheduler.policy=priority"])
+    assert seen and all(seen)
+
+
 def test_a_request_that_leaves_itself_no_token_takes_no_part_back(loaded, monkeypatch):
     monkeypatch.setattr(exchange_module, "IDLE_S", 0.0)
     engine, prompts, expected = loaded

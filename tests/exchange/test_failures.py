@@ -10,7 +10,7 @@ from hotswap.core.engine.client import Engine
 from hotswap.core.engine.exchange import EngineExchange, Exchanger, Report
 from hotswap.core.engine.switch import Switch, carry_out
 from hotswap.core.engine.trial import REVERTS, Trial, TriedKV
-from hotswap.core.errors import EngineStoppedError, ExchangeError
+from hotswap.core.errors import EngineStoppedError, ExchangeError, LoopTimeoutError
 from hotswap.core.interfaces.component import Description
 from hotswap.core.interfaces.kvcache import CacheConstraints
 from hotswap.core.testing.rig import assert_clean, build, expected, make_rig
@@ -247,7 +247,7 @@ def test_a_call_that_was_given_up_does_not_happen_later():
     try:
         engine._command(lambda: (held.set(), hold.wait(10)))
         assert held.wait(10)
-        with pytest.raises(EngineStoppedError, match="and it will not happen"):
+        with pytest.raises(LoopTimeoutError, match="and it will not happen"):
             engine.call(lambda: happened.append("late"), timeout_s=0.01)
         hold.set()
         engine.call(lambda: happened.append("next"))
@@ -304,46 +304,31 @@ def test_an_exchange_whose_old_parts_take_long_to_come_back_says_so(monkeypatch)
         engine.stop()
 
 
-class Ranks:
-    """An executor whose ranks let go what they have prepared when they may."""
+def test_an_exchange_that_the_loop_does_not_come_to_in_time_is_no_end_of_the_engine(monkeypatch):
+    monkeypatch.setattr(exchange_module, "LOOP_TIMEOUT_S", 0.01)
+    rig, hold, let_go = make_rig(), Event(), []
+    engine = Engine(rig.loop)
 
-    label = "executor:slow"
-
-    def __init__(self):
-        self.may, self.asked = Event(), []
-
-    def describe(self):
-        return Description(offers=frozenset({"exchange"}))
-
-    def prepare(self, parts):
-        self.asked.append(dict(parts))
-        self.may.wait(10)
-
-
-def test_ranks_that_do_not_let_go_keep_nobody_waiting_and_get_nothing_new_before_they_have(monkeypatch, caplog):
-    monkeypatch.setattr(exchange_module, "LET_GO_TIMEOUT_S", 0.01)
-    ranks, built = Ranks(), SimpleNamespace(letting_go=None, spans=False, replica=SimpleNamespace(name="3"))
-
-    class OnRanks(EngineExchange):
+    class Late(EngineExchange):
         def __init__(self):
-            self.built, self.old = built, SimpleNamespace(parts=SimpleNamespace(executor=ranks))
+            self.built = SimpleNamespace(engine=engine, replica=SimpleNamespace(name=""))
+            self._resolved, self._target = SimpleNamespace(warnings=()), SimpleNamespace(notes=())
+            self._parts = ("one",)
 
-        def _on_workers(self):
-            return {"attention": None}
+        def _prepare(self):
+            pass
 
-    failed = OnRanks()
-    failed._let_go()
-    assert "engine 3: the exchange has failed, and the ranks have not let go within 0.01 s" in caplog.text
-    with pytest.raises(ExchangeError, match="the ranks have yet to let go"):
-        OnRanks()._require_exchange()
-    thread = built.letting_go
-    ranks.may.set()
-    thread.join(10)
-    monkeypatch.undo()
-    OnRanks()._require_exchange()
-    OnRanks()._let_go()
-    assert ranks.asked == [{}, {}]
-    assert built.letting_go is None
+        def _let_go(self):
+            let_go.append(True)
+
+    try:
+        engine._command(lambda: hold.wait(10))
+        with pytest.raises(ExchangeError, match="did not answer within 0.01 s, and it will not happen"):
+            Late().carry_out()
+        assert let_go == [True]
+    finally:
+        hold.set()
+        engine.stop()
 
 
 @pytest.fixture
@@ -390,8 +375,16 @@ def test_an_engine_that_ends_on_the_way_hides_no_report_of_those_before(several)
         several.run()
     assert [report.replica for report in caught.value.reports] == ["0"]
     several.errors = {"0": EngineStoppedError("it ends")}
-    with pytest.raises(EngineStoppedError):
+    with pytest.raises(ExchangeError, match="engine 0: it ends") as caught:
         several.run()
+    assert caught.value.reports == (), "the others serve, with the old parts"
+    several.exchanged.clear()
+    with pytest.raises(EngineStoppedError, match="it ends"):
+        several.run("0")
+    several.failures = {"1": "it is gone", "2": "it is gone"}
+    with pytest.raises(EngineStoppedError, match="it ends"):
+        several.run()
+    assert not several.exchanged
 
 
 def test_two_exchanges_at_once_are_refused_instead_of_waiting_for_one_another(several):

@@ -128,11 +128,12 @@ def test_every_hook_says_in_a_sentence_when_it_is_called_and_names_no_argument_t
             assert quoted.split(".")[0] in arguments, f"{name} speaks of {quoted}"
 
 
-def test_what_requests_may_ask_of_components_is_what_is_live_at_the_moment():
-    class Asking(Order):
-        class RequestOptions(RequestOptions):
-            soon: bool = False
+class Asking(Order):
+    class RequestOptions(RequestOptions):
+        soon: bool = False
 
+
+def test_what_requests_may_ask_of_components_is_what_is_live_at_the_moment():
     engine, fronts, component = LiveComponents(), LiveComponents(), Asking()
     found = LiveRequestOptions((engine, fronts))
     engine.add(Order())
@@ -142,3 +143,20 @@ def test_what_requests_may_ask_of_components_is_what_is_live_at_the_moment():
         assert dict(found) == {component.name: Asking.RequestOptions}
         live.remove(component)
     assert not found
+
+
+def test_while_a_component_is_replaced_whoever_looks_finds_the_old_one_or_the_new_one(monkeypatch):
+    live, old, new, seen = LiveComponents(), Asking(), Asking(), []
+    found, forget = LiveRequestOptions((live,)), live.observers.forget
+
+    def look(label):
+        forget(label)
+        assert live.get(label) is None, "it has just been removed"
+        seen.append((dict(found), list(live), [item["name"] for item in live.listing()]))
+
+    live.add(old)
+    monkeypatch.setattr(live.observers, "forget", look)
+    live.replace([old], [new])
+    assert seen == [({"Asking": Asking.RequestOptions}, [old], ["Asking"])]
+    assert list(live) == [new]
+    assert live.get("queue_policy:Asking") is new
