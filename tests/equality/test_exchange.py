@@ -398,7 +398,8 @@ def test_a_draft_model_comes_and_goes(run, tiny, noisy):
     reports = under_load(engine, prompts, expected, exchange)
     assert [len(report.parts) for report in reports] == [1, 1, 1, 2, 2, 1]
     assert engine.seen["accepted"] and engine.seen["rejected"]
-    assert reports[0].effect.recomputed, "another cache group"
+    changes = [reports[i].effect for i in (0, 3, 4, 5)]  # of the cache groups; one may come between two rounds of load
+    assert sum(effect.recomputed for effect in changes) and not any(effect.handed_over for effect in changes)
     assert set(engine.built.cache_plan.groups) == {"full"}
     assert engine.generate(prompts, TOKENS) == expected
     engine.assert_clean()
