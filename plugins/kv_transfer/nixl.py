@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("nixl", "nixl_cu12")
 POLL_S = 0.0005
 PROGRESS_S = 0.001
-"""How often the keeper's agent is moved on while a peer is connected."""
+"""How often an agent is moved on while a peer is connected, and while a close waits for reads."""
 ADDRESS = np.int64
 _HELD: list[Any] = []
 """Agents, and the caches into which they may write until the process ends."""
@@ -65,6 +65,7 @@ class NixlWorker(TcpWorker):
             raise ConfigError("the attention backend's pages do not lie in one piece, which NIXL needs", "kv_transfer")
         self._agents, self._given_up = threading.Condition(), threading.Event()
         self._under_way: set[Any] = set()  # handles
+        self._complained = False
         self._memory = "VRAM" if self.cache.device.startswith("cuda") else "DRAM"
         self._device = max(0, tensors[0].get_device())
         self._agent = api.nixl_agent(f"hotswap-{self.rank}", api.nixl_agent_config(
@@ -91,8 +92,17 @@ class NixlWorker(TcpWorker):
         while not channel.readable(PROGRESS_S):
             with self._agents:
                 if self._registered is not None:
-                    self._agent.get_new_notifs()
+                    self._move_on()
         return super().heard(channel)
+
+    def _move_on(self) -> None:
+        """Under the lock. What fails is told once and tried again: for the reader nothing else moves this end."""
+        try:
+            self._agent.get_new_notifs()
+        except Exception:  # of NIXL's own kinds
+            if not self._complained:
+                logger.exception("NIXL's agent of rank %s cannot be moved on; it is tried again", self.rank)
+            self._complained = True
 
     def read(self, ticket: Ticket, peer: RankCard, wanted: Sequence[tuple[Read, Span]]) -> None:
         channel = self.connected(peer)
@@ -102,7 +112,7 @@ class NixlWorker(TcpWorker):
                     ticket.key, read.group, read.layers[0], read.first_head, read.heads, span.first, len(span.ids))))
 
             located = [(read, span, ids(read, span)) for read, span in wanted]
-            self._copy(peer, located)
+            self._copy(channel, peer, located)
             if any(ids(read, span) != before for read, span, before in located):
                 raise ChannelClosedError(f"{peer.label} gave the pages away while they were read")
         finally:
@@ -114,7 +124,11 @@ class NixlWorker(TcpWorker):
             registered, self._registered = self._registered, None  # from here on no read begins
             if registered is None:
                 return
-            if self._agents.wait_for(lambda: not self._under_way, self.timeout_s):
+            for _ in range(int(self.timeout_s / PROGRESS_S)):  # who is read from may read from here, and close, too
+                if self._agents.wait_for(lambda: not self._under_way, PROGRESS_S):
+                    break
+                self._move_on()
+            if not self._under_way:
                 self._agent.deregister_memory(registered)
                 del self._agent
             else:
@@ -122,7 +136,9 @@ class NixlWorker(TcpWorker):
                 _HELD.append((self._agent, registered, self.cache, set(self._under_way)))
                 self._given_up.set()
 
-    def _copy(self, peer: RankCard, located: Sequence[tuple[Read, Span, Sequence[int]]]) -> None:
+    def _copy(
+        self, channel: Channel, peer: RankCard, located: Sequence[tuple[Read, Span, Sequence[int]]],
+    ) -> None:
         theirs = peer.address["nixl"]
         rows: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]] = []
         for read, span, ids in located:
@@ -134,10 +150,13 @@ class NixlWorker(TcpWorker):
                 rows.append((
                     _starts(group, layer)[part] + mine.offsets(span.ids, read, _itemsize(group)),
                     theirs["starts"][read.group][str(layer)][part] + other.offsets(ids, read, _itemsize(group)), size))
-        self._run(peer, _table(((row[0], row[2]) for row in rows), self._device),
+        self._run(channel, peer, _table(((row[0], row[2]) for row in rows), self._device),
                   _table(((row[1], row[2]) for row in rows), theirs["device"]), theirs["memory"])
 
-    def _run(self, peer: RankCard, mine: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]", memory: str) -> None:
+    def _run(
+        self, channel: Channel, peer: RankCard, mine: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]",
+        memory: str,
+    ) -> None:
         with self._agents:
             if self._registered is None:
                 raise ChannelClosedError("the cache is closed")
@@ -151,7 +170,7 @@ class NixlWorker(TcpWorker):
             state = self._agent.transfer(handle)
             self._under_way.add(handle)
         try:
-            state = self._end(peer, handle, state)
+            state = self._end(channel, peer, handle, state)
         finally:
             with self._agents:
                 if not self._given_up.is_set():
@@ -161,17 +180,18 @@ class NixlWorker(TcpWorker):
         if state != "DONE":
             raise ChannelClosedError(f"NIXL could not read from {peer.label}: {state}")
 
-    def _end(self, peer: RankCard, handle: Any, state: str) -> str:
-        """How the transfer ends, however long that takes: until then the pages are not free. NIXL tells nobody, it has
-        to be asked; asking is also what moves UCX on."""
+    def _end(self, channel: Channel, peer: RankCard, handle: Any, state: str) -> str:
+        """How the transfer ends, however long that takes, and whether or not the peer has hung up: until then the pages
+        are not free. NIXL tells nobody, it has to be asked; asking is also what moves UCX on."""
         polls = 0
         while state == "PROC" and not self._given_up.wait(POLL_S):
             with self._agents:
                 state = self._agent.check_xfer_state(handle)
             polls += 1
             if polls == int(self.timeout_s / POLL_S):
-                logger.warning("NIXL reads from %s for more than %g s; the pages are held until it has ended",
-                               peer.label, self.timeout_s)
+                gone = ", which has hung up," if channel.readable(0) else ""  # unasked it says nothing
+                logger.warning("NIXL reads from %s%s for more than %g s; the pages are held until it has ended",
+                               peer.label, gone, self.timeout_s)
         return state
 
 

@@ -438,15 +438,50 @@ class TestNixl:
         ended.set()
         sides.close()
 
-    def test_a_read_is_reported_when_it_has_ended_and_not_when_its_time_is_over(self, slow: Any, caplog: Any) -> None:
-        _, theirs, ended = slow
+    @pytest.mark.parametrize("gone", [False, True])
+    def test_a_read_is_reported_when_it_has_ended_and_not_when_its_time_is_over_or_its_keeper_gone(
+        self, slow: Any, caplog: Any, gone: bool,
+    ) -> None:
+        mine, theirs, ended = slow
+        for channel in list(mine._channels) if gone else ():
+            channel.close()
         for _ in range(100):
             assert reports([theirs], 0.1) == [[]]
             if "the pages are held" in caplog.text:
                 break
         assert "the pages are held" in caplog.text
+        assert ("which has hung up" in caplog.text) is gone
         ended.set()
+        if gone:
+            mine.close()  # or it would move nothing, and NIXL never say that it has ended
+        assert reports([theirs]) == [[EndedTransfer("in", 4 if gone else None)]]
+
+    def test_a_keeper_whose_agent_fails_goes_on_moving_it_and_says_so_once(
+        self, slow: Any, monkeypatch: Any, caplog: Any,
+    ) -> None:
+        mine, theirs, ended = slow
+        honest, failures = mine._agent.get_new_notifs, iter([RuntimeError("NIXL_ERR_BACKEND")] * 2)
+
+        def moved() -> Any:
+            if (failure := next(failures, None)) is not None:
+                raise failure
+            ended.set()
+            return honest()
+
+        monkeypatch.setattr(mine._agent, "get_new_notifs", moved)
         assert reports([theirs]) == [[EndedTransfer("in")]]
+        assert caplog.text.count("cannot be moved on") == 1
+
+    def test_a_close_moves_on_who_reads_from_here_until_its_own_reads_have_ended(
+        self, slow: Any, monkeypatch: Any, caplog: Any,
+    ) -> None:
+        """Or two engines that read from each other and close would wait for each other."""
+        _, theirs, ended = slow
+        monkeypatch.setattr(theirs._agent, "get_new_notifs", ended.set)
+        assert not ended.is_set()
+        theirs.close()
+        assert ended.is_set()
+        assert "stays in memory" not in caplog.text
 
     def test_memory_that_is_read_into_stays_registered(self, slow: Any, monkeypatch: Any) -> None:
         _, theirs, ended = slow
