@@ -67,9 +67,8 @@ class Bench:
             check_config(config.config, Registry())
         told = [] if self.endpoint is None else [length_of(self.endpoint)]
         context, tokenizer = context_of(self.seed, configs, told, progress)
-        filling = self.seconds is not None and timed(self.load)
-        check_workload(workload, context, self.load, filling)
-        items: Iterator[Numbered] = enumerate(endless(workload, context, filling))
+        check_workload(workload, context, self.load, filling=self.seconds is not None and timed(self.load))
+        items: Iterator[Numbered] = enumerate(endless(workload, context))
         with closing(self._target(tokenizer, now, progress)) as target:
             say(f"a request says: {dict(target.effective())}")
             if not target.can_reset:

@@ -20,6 +20,8 @@ from hotswap.server.templates.chat import ChatTemplate
 
 CHECKED_ITEMS = 1000
 """So many requests of a workload are looked at before anything is loaded."""
+AT_ONCE = 100_000
+"""Of a workload that has so many requests at one moment nobody waits for the end, which may not come."""
 FOREIGN_VOCABULARY = 1000
 """Ids below this are words or parts of words in every vocabulary that we know of."""
 FOREIGN_LENGTH = 2048
@@ -70,28 +72,22 @@ def foreign_context(seed: int, max_model_len: int, vocab_size: int = FOREIGN_VOC
     return WorkloadContext(seed, vocab_size, max_model_len, encode)
 
 
-def endless(workload: Workload, context: WorkloadContext, filling: bool = False) -> Iterator[WorkItem]:
+def endless(workload: Workload, context: WorkloadContext) -> Iterator[WorkItem]:
     """The workload's requests, for ever: one that ends begins again with the next seed, and where it has times of its
-    own, behind its last request by the mean distance of those before. ``filling``: they are to fill a stretch of time;
-    ConfigError where one whose requests are all due at once would begin again, since that takes no time."""
+    own, behind its last request by the mean distance of those before. Turns count as if answers took no time."""
     seed, count, begin = context.seed, 0, 0.0
     while True:
-        first, times = count, list[float]()  # of the first and the last request
+        first, due = count, list[float]()
         for item in workload.items(replace(context, seed=seed)):
             count += 1
-            if item.at is not None:
-                times = [*times[:1], item.at]
+            due.append((item.at or 0.0) if item.after is None else due[item.after] + item.pause)
             yield replace(
                 item, at=None if item.at is None else item.at + begin,
                 after=None if item.after is None else item.after + first)
-        if count == first:
+        if not due:
             raise ConfigError("it has no requests", "workload")
-        extent = times[-1] - times[0] if times else 0.0
-        if filling and not extent:
-            raise ConfigError(
-                "its requests are all due at once, and fill no stretch of time; give a number of requests, a rate or a "
-                "concurrency", "workload")
-        seed, begin = seed + 1, begin + extent + extent / max(1, count - first - 1)
+        extent = max(due) - due[0]
+        seed, begin = seed + 1, begin + extent + extent / max(1, len(due) - 1)
 
 
 def timed(load: Load) -> bool:
@@ -100,8 +96,10 @@ def timed(load: Load) -> bool:
 
 
 def check_workload(workload: Workload, context: WorkloadContext, load: Load, filling: bool = False) -> None:
-    """The first requests fit into the shortest context, and say when they are due where the load asks for that."""
-    for index, item in enumerate(islice(endless(workload, context, filling), CHECKED_ITEMS)):
+    """The first requests fit into the shortest context, and say when they are due where the load asks for that.
+    ``filling``: they are to fill a stretch of time, which those that are all due at once never do, however often they
+    begin again."""
+    for index, item in enumerate(islice(endless(workload, context), CHECKED_ITEMS)):
         if timed(load) and item.at is None and item.after is None:
             raise ConfigError(
                 f"{workload.label} has no times of its own, as traces have; give a rate, or a concurrency",
@@ -110,6 +108,17 @@ def check_workload(workload: Workload, context: WorkloadContext, load: Load, fil
             raise ConfigError(
                 f"request {index} has {len(item.prompt)} tokens and asks for {item.max_tokens}, but the context of the "
                 f"shortest arm holds {context.max_model_len}; make it shorter, or raise max_model_len", "workload")
+    if filling and not _has_extent(workload, context):
+        raise ConfigError(
+            "its requests are all due at once, and fill no stretch of time; give a number of requests, a rate or a "
+            "concurrency", "workload")
+
+
+def _has_extent(workload: Workload, context: WorkloadContext) -> bool:
+    """Whether any request is due at another time than the first, be it a turn behind a pause."""
+    items = iter(workload.items(context))
+    first = next(items).at
+    return any(item.at != first if item.after is None else item.pause for item in islice(items, AT_ONCE))
 
 
 def check_limits(slo: Slo, servers: bool) -> None:

@@ -9,9 +9,9 @@ import pytest
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.workload import WorkItem
-from hotswap.lab import load
+from hotswap.lab import load, requests
 from hotswap.lab.load import ClosedLoop, OpenLoop, run_load
-from hotswap.lab.requests import endless, foreign_context
+from hotswap.lab.requests import check_workload, endless, foreign_context
 from hotswap.lab.targets.target import Activity, Ending
 
 NOW = SystemClock().now
@@ -165,17 +165,43 @@ def test_requests_that_fall_due_faster_than_they_can_be_sent_do_not_keep_a_windo
     assert all(record.incomplete for record in stretch.records)
 
 
-@pytest.mark.parametrize("times", [(0.0,), (3.0, 3.0, None)], ids=["one request", "all at once"])
-def test_a_trace_without_extent_begins_again_at_once_and_so_fills_no_window(times):
+def trace(*items):
+    """A workload of these requests: (at, after, pause)."""
     class Trace:
         def items(self, context):
-            for at in times:
-                yield WorkItem((1,), 1, at=at, after=0 if at is None else None)
+            return (WorkItem((1,), 1, *item) for item in items)
 
-    again = list(itertools.islice(endless(Trace(), foreign_context(5, 100)), 3 * len(times)))
-    assert [item.at for item in again] == [*times] * 3
+    return Trace()
+
+
+def fill(workload):
+    """Refused where it cannot fill a window at its own times."""
+    check_workload(workload, foreign_context(5, 100), OpenLoop(arrivals="workload"), filling=True)
+
+
+@pytest.mark.parametrize("items", [
+    [(0.0,)], [(3.0,), (3.0,), (None, 0)], [(1.0,)] * (requests.CHECKED_ITEMS + 1),
+], ids=["one request", "all at once", "more than are checked"])
+def test_a_trace_without_extent_begins_again_at_once_and_so_fills_no_window(items):
+    again = list(itertools.islice(endless(trace(*items), foreign_context(5, 100)), 3 * len(items)))
+    assert [item.at for item in again] == [at for at, *_ in items] * 3
     with pytest.raises(ConfigError, match="workload: its requests are all due at once"):
-        list(endless(Trace(), foreign_context(5, 100), filling=True))
+        fill(trace(*items))
+    fill(trace(*items, (items[0][0] + 1,)))
+
+
+def test_a_trace_that_never_gets_on_is_not_read_for_ever(monkeypatch):
+    monkeypatch.setattr(requests, "AT_ONCE", 10)
+    with pytest.raises(ConfigError, match="workload: its requests are all due at once"):
+        fill(trace(*[(0.0,)] * 11, (1.0,)))
+
+
+def test_turns_behind_pauses_have_an_extent_though_their_sessions_begin_at_once():
+    sessions = trace((2.0,), (None, 0, 1.5), (None, 1, 0.5), (2.0,), (2.0,))
+    fill(sessions)
+    again = list(itertools.islice(endless(sessions, foreign_context(5, 100)), 10))
+    assert [item.at for item in again] == [2, None, None, 2, 2, 4.5, None, None, 4.5, 4.5]
+    assert [item.after for item in again] == [None, 0, 1, None, None, None, 5, 6, None, None]
 
 
 def test_a_target_that_falls_silent_and_is_dead_does_not_hold_the_run_up(monkeypatch):
