@@ -2,10 +2,12 @@
 when, and reads what it says after the load is over."""
 
 import json
+import re
 import selectors
 import socket
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,10 @@ from hotswap.lab.records import RequestRecord
 from hotswap.lab.targets.target import Ending
 
 PIECE_BYTES = 1 << 16
+HEAD_END = b"\r\n\r\n"
+CHUNKED = re.compile(rb"^transfer-encoding:[ \t]*chunked", re.IGNORECASE | re.MULTILINE)
+CHUNK_SIZE = re.compile(rb"(?:\r\n)?([0-9a-fA-F]+)[^\r\n]*\r\n")
+"""Behind the end of the chunk before; what follows the number is nobody's business."""
 
 
 @dataclass
@@ -88,11 +94,10 @@ def records(items: Sequence[WorkItem], heard: Sequence[Heard]) -> tuple[RequestR
 
 
 def _read(heard: Heard, flight: Flight) -> Ending:
-    """Tells the ``flight`` of each delivery. A server writes each event into a chunk of its own, or several, and never
-    one into two: its lines are found without looking at chunks."""
+    """Tells the ``flight`` of each delivery."""
     usage: Mapping[str, Any] = {}
     finish, done = None, False
-    for time, line in _lines(heard.pieces):
+    for time, line in _lines(_body(heard.pieces)):
         if not line.startswith(b"data:"):
             continue
         if (data := line[5:].strip()) == b"[DONE]":
@@ -112,7 +117,27 @@ def _read(heard: Heard, flight: Flight) -> Ending:
     return Ending(heard.ended, finish, None, usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
-def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+def _body(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """What came behind the head, and when; without the sizes of chunks (RFC 9112, section 7.1), if it is in chunks."""
+    raw, left = b"", -1  # bytes of the chunk that have not come; -1 in the head
+    for time, piece in pieces:
+        raw += piece
+        if left < 0 and HEAD_END in raw:
+            head, _, raw = raw.partition(HEAD_END)
+            left = 0 if CHUNKED.search(head) else sys.maxsize
+        while raw and left >= 0:
+            if left:
+                yield time, raw[:left]
+                raw, left = raw[left:], max(0, left - len(raw))
+            elif (size := CHUNK_SIZE.match(raw)) is None:
+                break
+            elif (left := int(size[1], 16)) == 0:
+                return
+            else:
+                raw = raw[size.end() :]
+
+
+def _lines(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """Each line, and when its end came."""
     begun = b""
     for time, piece in pieces:

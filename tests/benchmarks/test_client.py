@@ -39,10 +39,11 @@ def answered():
         def ask(*answers, streams=1, limit=10.0):
             def serve():
                 for pieces in answers:
-                    threads.append(threading.Thread(target=answer, args=(listener.accept()[0], pieces)))
+                    threads.append(threading.Thread(
+                        target=answer, args=(listener.accept()[0], pieces), daemon=True))
                     threads[-1].start()
 
-            threads.append(threading.Thread(target=serve))
+            threads.append(threading.Thread(target=serve, daemon=True))
             threads[-1].start()
             sent = [request("/v1/completions", {"prompt": [number]}) for number in range(len(answers))]
             heard = exchange(listener.getsockname()[1], sent, streams, time.perf_counter, limit)
@@ -54,13 +55,44 @@ def answered():
             thread.join(10)
 
 
-def test_a_delivery_came_when_its_last_byte_did(answered):
-    stream = HEAD + chunk(text("a")) + chunk(text("b") + text("c")) + chunk(text("", '"length"') + USAGE) + b"0\r\n\r\n"
+def read(*pieces):
+    """The record of a request that was answered by these pieces, one a second."""
+    from benchmarks.cpu.client import Heard, records
+
+    heard = Heard(0.0, [(float(second), piece) for second, piece in enumerate(pieces)], float(len(pieces)))
+    record, = records([WorkItem((1, 2), 3)], [heard])
+    return record
+
+
+END = chunk(text("", '"length"') + USAGE) + b"0\r\n\r\n"
+
+
+def test_a_delivery_came_when_its_last_byte_did():
+    stream = HEAD + chunk(text("a")) + chunk(text("b") + text("c")) + END
     cut = stream.index(b'"b"')
-    record, = answered([stream[:cut], stream[cut : cut + 8], stream[cut + 8 :]])
-    (first, one), (second, two), (third, three) = record.chunks
-    assert (one, two, three) == (1, 1, 1) and record.output_tokens == 3 and record.error is None
-    assert second - first > 0.02 and second == third and record.ended >= third
+    record = read(stream[:cut], stream[cut : cut + 8], stream[cut + 8 :])
+    assert record.chunks == ((0.0, 1), (2.0, 1), (2.0, 1))
+    assert (record.output_tokens, record.ended, record.error) == (3, 3.0, None)
+
+
+@pytest.mark.parametrize("extension", [b"", b";name=value"])
+def test_an_event_in_several_chunks_came_with_the_last_of_them(extension):
+    event = text("a")
+    first = chunk(event[:9]).replace(b"\r\n", extension + b"\r\n", 1)
+    record = read(HEAD + first[:1], first[1:], chunk(event[9:-1]) + chunk(event[-1:] + text("b")), END)
+    assert record.error is None and [time for time, _ in record.chunks] == [2.0, 2.0]
+
+
+def test_however_a_stream_is_cut_the_same_is_read():
+    stream = HEAD + chunk(text("a")[:5]) + chunk(text("a")[5:] + text("b")) + END
+    for cut in range(1, len(stream)):
+        record = read(stream[:cut], stream[cut:])
+        assert (len(record.chunks), record.output_tokens, record.error) == (2, 3, None), cut
+
+
+def test_a_stream_without_chunks_is_read_as_it_is():
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+    assert [time for time, _ in read(head + text("a"), text("b"), text("", '"stop"') + USAGE).chunks] == [0.0, 1.0]
 
 
 def test_as_many_are_under_way_as_was_asked_and_each_answer_is_its_own(answered):
