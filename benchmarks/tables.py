@@ -12,16 +12,13 @@ holds the pages against the data.
 """
 
 import argparse
-import gzip
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.experiment import real_runs
 from hotswap.lab.records import Result
-from hotswap.lab.report import read_result
 from hotswap.lab.report.overview import render_overview
 
 HERE = Path(__file__).parent
@@ -41,20 +38,14 @@ def keep(folder: Path, into: Path = TECHNIQUES) -> None:
     for old in into.glob(f"*{PACKED}"):
         old.unlink()
     for plain in found:
-        text = plain.read_text("utf-8")
-        for root in (folder, folder.resolve(), ROOT):
-            text = text.replace(f"{root}/", "")
-        (into / f"{plain.parent.name}{PACKED}").write_bytes(gzip.compress(text.encode(), mtime=0))
+        real_runs.pack(plain, into / f"{plain.parent.name}{PACKED}", [folder, folder.resolve(), ROOT])
 
 
 def kept(folder: Path = TECHNIQUES) -> dict[str, Result]:
     """By the experiment's name, in the order of their files."""
     results = {}
     for file in sorted(folder.glob(f"*{PACKED}")):
-        with tempfile.TemporaryDirectory() as room:
-            plain = Path(room) / "result.json"
-            plain.write_bytes(gzip.decompress(file.read_bytes()))
-            result = read_result(plain)
+        result = real_runs.read_packed(file)
         results[str(result.experiment.get("name") or file.name.removesuffix(PACKED))] = result
     return results
 

@@ -78,29 +78,31 @@ def run(kind: str, number: int, arm: dict[str, object], minutes: float, out: Pat
             subprocess.run(
                 [sys.executable, "-m", "hotswap", "ab", str(file), "--out", str(folder)], check=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))})
-        pack(folder)
-    return Run(folder, unpack(folder))
+        plain = folder / "result.json"
+        pack(plain, folder / PACKED, [ROOT])
+        for other in (plain, folder / "records.jsonl", folder / "report.html"):  # of the same samples
+            other.unlink()
+    return Run(folder, read_packed(folder / PACKED))
 
 
-def pack(folder: Path) -> None:
-    """Only the result is kept: the page and the journal are made of the same samples. Paths begin at the repository."""
-    plain = folder / "result.json"
-    text = plain.read_text("utf-8").replace(f"{ROOT}/", "")
-    (folder / PACKED).write_bytes(gzip.compress(text.encode(), mtime=0))
-    for file in (plain, folder / "records.jsonl", folder / "report.html"):
-        file.unlink()
+def pack(plain: Path, into: Path, roots: Sequence[Path]) -> None:
+    """Keep a result with all its samples. Paths in it that lie below one of the ``roots`` begin there."""
+    text = plain.read_text("utf-8")
+    for root in roots:
+        text = text.replace(f"{root}/", "")
+    into.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def unpack(folder: Path) -> Result:
+def read_packed(file: Path) -> Result:
     with tempfile.TemporaryDirectory() as room:
         plain = Path(room) / "result.json"
-        plain.write_bytes(gzip.decompress((folder / PACKED).read_bytes()))
+        plain.write_bytes(gzip.decompress(file.read_bytes()))
         return read_result(plain)
 
 
 def kept(kind: str, out: Path = DATA) -> list[Run]:
     """The runs that there are, by number."""
-    return [Run(file.parent, unpack(file.parent)) for file in sorted((out / f"real-{kind}").glob(f"*/{PACKED}"))]
+    return [Run(file.parent, read_packed(file)) for file in sorted((out / f"real-{kind}").glob(f"*/{PACKED}"))]
 
 
 def table(runs: Sequence[Run]) -> str:
