@@ -3,6 +3,7 @@
 import ctypes
 import json
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -242,8 +243,16 @@ def test_the_kit_is_not_waited_for_for_ever(monkeypatch):
     assert report.broken.startswith("the kit has not ended within 0.01 s")
 
 
-def test_what_is_ended_leaves_nothing_behind_that_it_has_started():
-    said = run_child(["sh", "-c", "sleep 60 & echo $!; printf '\\377'; wait"], 0.5)
+def test_what_is_ended_leaves_nothing_behind_that_it_has_started(monkeypatch, tmp_path):
+    """Its time begins here when it has said all that it has to say, however long it takes to start."""
+    honest, over = subprocess.Popen.communicate, tmp_path / "over"
+
+    def communicate(process, timeout):
+        assert any(over.exists() or threading.Event().wait(0.02) for _ in range(1000))
+        return honest(process, timeout=timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    said = run_child(["sh", "-c", "sleep 60 & echo $!; printf '\\377'; : > over; wait"], 0.5, tmp_path)
     started, odd = said.out.split("\n")
     assert (said.code, odd) == (None, "\ufffd"), "bytes that are no text are told as such"
     assert any(ended(int(started)) for _ in range(100))
