@@ -66,7 +66,8 @@ class Plan:
 
 
 def make_plan(experiment: Experiment, *, progress: bool = True) -> Plan:
-    """ConfigError for whatever cannot work: for all that is wrong with the file at once."""
+    """ConfigError for whatever cannot work: all that can be known without the model at once; behind that, a model that
+    cannot be opened, or requests that do not fit it."""
     parts = _Parts(experiment)
     raise_problems(parts.refusals.problems)
     assert parts.workload is not None  # or it would have been refused
