@@ -197,12 +197,58 @@ class Running:
             assert index in abort or len(answer.token_ids) == max_tokens
         return [answer.token_ids for answer in answers]
 
+    def under_load(self, prompts: list[list[int]], expected: list[list[int]], work: Callable[[], Any]) -> Any:
+        """Does ``work`` while each prompt is asked again and again; every answer must be as expected."""
+        load = Load(self, prompts, expected)
+        try:
+            while not self.built.engine.loop.pool.running:
+                time.sleep(0.001)
+            return work()
+        finally:
+            load.end()
+
     def assert_clean(self) -> None:
         loop = self.built.engine.loop
         self.built.engine.call(loop.parts.kv.check)
         usage = loop.parts.kv.usage()
         assert (usage.held, usage.fenced) == (0, 0)
         assert not loop.pool.states
+
+
+class Load:
+    """Each prompt is asked again as soon as it is answered. The outputs are of unlike lengths, so that at any moment
+    some are under way."""
+
+    def __init__(self, engine: "Running", prompts: list[list[int]], expected: list[list[int]]) -> None:
+        self._engine, self._prompts, self._expected = engine, prompts, expected
+        self._ending, self._ended = False, threading.Semaphore(0)
+        self.wrong: list[tuple[int, Answer]] = []
+        for index in range(len(prompts)):
+            self._ask(index, 0)
+
+    def _ask(self, index: int, turn: int) -> None:
+        answer, expected = Answer(), self._expected[index][: len(self._expected[index]) - 2 * index]
+
+        def sink(output: RequestOutput) -> None:  # on the loop's thread
+            answer.add(output)
+            if output.finish_reason is None:
+                return
+            if answer.error is not None or answer.token_ids != expected:
+                self.wrong.append((index, answer))
+            if self._ending or self.wrong:
+                self._ended.release()
+            else:
+                self._ask(index, turn + 1)
+
+        self._engine.built.engine.add(self._engine.request(
+            f"{index}-{turn}", self._prompts[index], max_tokens=len(expected), ignore_eos=True), sink)
+
+    def end(self) -> None:
+        self._ending = True
+        for _ in self._prompts:
+            assert self._ended.acquire(timeout=120), f"a request did not end: {self._engine.built.engine.health()}"
+        self._engine.count += 1
+        assert not self.wrong
 
 
 @dataclass
