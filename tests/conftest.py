@@ -35,20 +35,22 @@ def children() -> Callable[[int], list[int]]:
     return live_children
 
 
-def idle_share(window_s: float = 0.2) -> float:
-    """How much of a processor all threads of this process use while the calling one sleeps: the least of three windows,
-    since what has just ended may still be putting things away."""
-    least = 1.0
+def idle_share(enough: float) -> float:
+    """How much of a processor all threads of this process use while the calling one sleeps for half a second. What has
+    just ended may still be putting things away: at most three tries to find less than ``enough``."""
     for _ in range(3):
         begun, used = time.perf_counter(), time.process_time()
-        time.sleep(window_s)
-        least = min(least, (time.process_time() - used) / (time.perf_counter() - begun))
-    return least
+        time.sleep(0.5)
+        share = (time.process_time() - used) / (time.perf_counter() - begun)
+        if share < enough:
+            break
+    return share
 
 
 @pytest.fixture
-def processor_share() -> Callable[[], float]:
-    """A function that says how much of a processor this process uses while the caller sleeps, which takes 0.6 s."""
+def processor_share() -> Callable[[float], float]:
+    """A function that says how much of a processor this process uses while the caller sleeps; tries anew while that is
+    not less than its argument."""
     return idle_share
 
 

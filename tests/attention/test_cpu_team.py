@@ -78,8 +78,10 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_anew_and_the_log_says_so
         refuse)
     team._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        for function in (count_up, exponentials):
-            compile_kernels([Kernel(function)])
+        assert run(Kernel(count_up), np.zeros(2, np.int64)).tolist() == [1000, 1]
+        numbers = np.zeros(16 + 4096, np.float32)
+        run(Kernel(exponentials), numbers)
+    assert numbers[0] == 4096, "of as many zeros"
     [message] = caplog.messages
     assert "compiled anew at each start" in message and "NUMBA_CACHE_DIR" in message
     team._warn_once.cache_clear()

@@ -85,11 +85,11 @@ def test_requests_from_many_threads_get_their_own_tokens(engines: list[Engine]) 
         assert box.tokens == continuation([i % 13, 2], 5)
 
 
-def test_an_idle_engine_uses_no_processor(engines: list[Engine], processor_share: Callable[[], float]) -> None:
+def test_an_idle_engine_uses_no_processor(engines: list[Engine], processor_share: Callable[[float], float]) -> None:
     engine, box = start(engines, make_rig()), Box()
     engine.add(request("r"), box.sink)
     assert box.reason() is FinishReason.LENGTH
-    assert processor_share() < 0.02
+    assert processor_share(0.02) < 0.02
 
 
 def test_above_the_queue_limit_requests_are_refused_at_once_and_the_others_run_on(engines: list[Engine]) -> None:

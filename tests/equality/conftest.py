@@ -201,7 +201,7 @@ class Running:
         """Does ``work`` while each prompt is asked again and again; every answer must be as expected."""
         load = Load(self, prompts, expected)
         try:
-            while not self.built.engine.loop.pool.running:
+            while not (self.built.engine.loop.pool.running or load.wrong):
                 time.sleep(0.001)
             return work()
         finally:
@@ -227,7 +227,8 @@ class Load:
             self._ask(index, 0)
 
     def _ask(self, index: int, turn: int) -> None:
-        answer, expected = Answer(), self._expected[index][: len(self._expected[index]) - 2 * index]
+        whole = self._expected[index]
+        answer, expected = Answer(), whole[: len(whole) - 2 * ((index + turn) % len(self._prompts))]
 
         def sink(output: RequestOutput) -> None:  # on the loop's thread
             answer.add(output)

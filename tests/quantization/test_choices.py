@@ -37,7 +37,8 @@ def test_a_model_whose_layers_are_not_ours_is_refused(tmp_path):
     model = tiny_checkpoint(tmp_path)
     told = refusal(model, quantization="int8", model={"path": str(model), "use": "transformers"})
     assert "quantization:int8 requires 'packed_weights' of the model" in told
-    assert "offers any_architecture. Change the quantization, or the model component." in told
+    offers = "model:transformers (model) offers any_architecture"
+    assert f"{offers}. Change the quantization, or the model component." in told
 
 
 @pytest.mark.parametrize("use", ["int8", "int4", "gguf"])

@@ -5,13 +5,14 @@ import pytest
 
 from hotswap.core.config import load_config
 from hotswap.core.engine.build import build_engine
+from hotswap.plugins.quantization.kernel_linear import no_kernels
 from hotswap.server.llm import LLM
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
 MODEL = "smollm2-135m-instruct"
-DENSE_BYTES = 269.2e6
-"""Its values in bfloat16, each once."""
+BYTES = 193.6e6 if no_kernels() else 208.8e6
+"""In int8, for torch's operators or for our kernels. Its values in bfloat16, each once, are 269 MB."""
 
 
 @pytest.mark.parametrize("use", ["none", "int8", "int4", "gguf"])
@@ -33,6 +34,6 @@ def test_a_rank_reports_what_its_packed_weights_take():
         "scheduler": {"max_batch_tokens": 64, "max_running": 2}, "kvcache": {"memory": "16MiB"}}, environ={}))
     try:
         [rank] = built.ranks()
-        assert 100e6 < rank["weight_bytes"] < DENSE_BYTES
+        assert rank["weight_bytes"] == pytest.approx(BYTES, rel=0.01)
     finally:
         built.engine.stop()
