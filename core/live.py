@@ -127,11 +127,6 @@ class LiveComponents:
         for part in _components(component.parts.values()):
             self._unregister(part)
 
-    def get(self, label: str) -> Component | None:
-        """The live component of that label."""
-        component: Component | None = self._manager.get_plugin(label)
-        return component
-
     def __iter__(self) -> Iterator[Component]:
         return iter([component for _, component in self._shown])
 
