@@ -40,15 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Made:
-    """What an engine is made of. ``config``: the resolved one, with only the strategies that are its own. ``needs``:
-    of the model, by which ``attention: auto`` chooses."""
+    """What an engine is made of. ``config``: the resolved one, with only the strategies that are its own."""
 
     resolved: ResolvedConfig
     config: Config
     parts: Components
     info: WorkerInfo
     cache_plan: CachePlan
-    needs: AttentionNeeds
 
 
 @dataclass
@@ -154,7 +152,7 @@ class Assembly:
             if (transfer := _transfer(parts)) is not None:
                 transfer.close()
             raise
-        made = Made(self._resolved, config, parts, info, cache_plan, self._needs)
+        made = Made(self._resolved, config, parts, info, cache_plan)
         self._plans[name] = replace(plan, parts=Components({}))  # what is exchanged is to be let go
         self._built[name] = BuiltEngine(
             replica, engine, live, made, plan.around, ranks.across is not None, info.free_bytes)

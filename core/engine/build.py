@@ -43,6 +43,8 @@ class Built:
     facts: ModelFacts
     max_model_len: int
     registry: Registry
+    needs: AttentionNeeds
+    """Of the model, by which ``attention: auto`` chooses."""
     honoured: frozenset[str]
     """The sampling fields that the configured logits processors carry out."""
     fronts: LiveComponents = field(default_factory=LiveComponents)
@@ -52,7 +54,7 @@ class Built:
     """What the operator should look at: deprecated keys, a checkpoint with something missing."""
 
     def __post_init__(self) -> None:
-        self._exchanger = Exchanger(self.engines, self.registry, self.max_model_len)
+        self._exchanger = Exchanger(self.engines, self.registry, self.needs, self.max_model_len)
 
     @property
     def components(self) -> LiveComponents:
@@ -154,7 +156,7 @@ def build_engine(
     honoured = frozenset(field for processor in parts.listed("logits_processors") for field in processor.honours)
     return Built(
         engine, assembly.in_order(), resolved, opened.checkpoint, opened.facts, opened.max_model_len, registry,
-        honoured, assembly.fronts, [*parts.notes, *opened.notes, *assembly.notes],
+        needs, honoured, assembly.fronts, [*parts.notes, *opened.notes, *assembly.notes],
         [*resolved.warnings, *opened.warnings])
 
 

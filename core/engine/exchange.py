@@ -14,6 +14,7 @@ from hotswap.core.blame import blame
 from hotswap.core.config.changes import SIZES_OF_THE_CACHE, Difference, changed, differences
 from hotswap.core.config.check import check_config
 from hotswap.core.config.components import Components
+from hotswap.core.config.limits import AttentionNeeds
 from hotswap.core.engine.assembly import BuiltEngine, Made, cache_room, divide_memory
 from hotswap.core.engine.context import Limits
 from hotswap.core.engine.setup import CacheRoom
@@ -59,10 +60,13 @@ class Report:
 
 
 class Exchanger:
-    """For the engines of one process. Its methods may be called from any thread."""
+    """For the engines of one process. Its methods may be called from any thread. ``needs``: of their model, by which
+    ``attention: auto`` chooses."""
 
-    def __init__(self, engines: Sequence[BuiltEngine], registry: Registry, max_model_len: int) -> None:
-        self._engines, self._registry, self._max_model_len = engines, registry, max_model_len
+    def __init__(
+        self, engines: Sequence[BuiltEngine], registry: Registry, needs: AttentionNeeds, max_model_len: int,
+    ) -> None:
+        self._engines, self._registry, self._needs, self._max_model_len = engines, registry, needs, max_model_len
         self._lock = threading.Lock()
 
     def exchange(self, sets: Iterable[str], replica: str | None = None) -> list[Report]:
@@ -86,7 +90,7 @@ class Exchanger:
                 raise EngineStoppedError(chosen[0].engine.failure or "")
             notes = tuple(f"engine {built.replica.name!r} has ended, and was left out: {built.engine.failure}"
                           for built in chosen if built.engine.failure is not None)
-            for one in [EngineExchange(built, sets, self._registry, self._max_model_len) for built in alive]:
+            for one in [self._begin(built, sets) for built in alive]:
                 try:
                     reports.append(one.carry_out())
                 except (ConfigError, ExchangeError, EngineStoppedError) as error:
@@ -99,6 +103,9 @@ class Exchanger:
         finally:
             self._lock.release()
 
+    def _begin(self, built: BuiltEngine, sets: Sequence[str]) -> "EngineExchange":
+        return EngineExchange(built, sets, self._registry, self._needs, self._max_model_len)
+
 
 class EngineExchange:
     """One engine's exchange. ConfigError from the start for everything that can be refused without loading anything.
@@ -107,14 +114,16 @@ class EngineExchange:
     is out of date by then.
     """
 
-    def __init__(self, built: BuiltEngine, sets: Sequence[str], registry: Registry, max_model_len: int) -> None:
+    def __init__(
+        self, built: BuiltEngine, sets: Sequence[str], registry: Registry, needs: AttentionNeeds, max_model_len: int,
+    ) -> None:
         self.built, self.old, self._max_model_len = built, built.made, max_model_len
         if (failure := built.engine.failure) is not None:
             raise EngineStoppedError(failure)
         self._resolved = changed(self.old.resolved, sets)
         config = self._resolved.config.model_copy(update={"parallel": self.old.config.parallel})
-        self._target = check_config(config, registry, built.around, self.old.needs)
-        self._spare = check_config(self.old.config, registry, built.around, self.old.needs)
+        self._target = check_config(config, registry, built.around, needs)
+        self._spare = check_config(self.old.config, registry, built.around, needs)
         self._parts = (*differences(self.old.parts, self._target), *_sizes(self.old, config, self._target))
         self._sections = {part.path.partition(".")[0] for part in self._parts}
         for section in self._sections:

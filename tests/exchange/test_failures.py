@@ -356,7 +356,7 @@ def several(monkeypatch):
             built.engine.failure = box.failures.get(built.replica.name)
         return box.exchanger.exchange(["scheduler=static"], replica)
 
-    box.exchanger, box.run = Exchanger(engines, None, 64), run
+    box.exchanger, box.run = Exchanger(engines, None, None, 64), run
     return box
 
 
