@@ -65,8 +65,12 @@ class BuiltEngine:
     preparing: Preparing = field(init=False)
 
     def __post_init__(self) -> None:
-        name = self.replica.name
-        self.preparing = Preparing(self.made.parts.executor, f"engine {name}: " if name else "")
+        self.preparing = Preparing(self.made.parts.executor, self.prefix)
+
+    @property
+    def prefix(self) -> str:
+        """What messages about it begin with: its name, where it has one."""
+        return f"engine {self.replica.name}: " if self.replica.name else ""
 
     @property
     def cache_plan(self) -> CachePlan:

@@ -98,7 +98,7 @@ class Exchanger:
                     alone = (ConfigError, EngineStoppedError) if len(alive) == 1 else (ConfigError,)
                     if isinstance(error, alone) and not reports:
                         raise
-                    raise ExchangeError(f"{_named(one.built)}{error}", reports) from error
+                    raise ExchangeError(f"{one.built.prefix}{error}", reports) from error
             return [replace(reports[0], notes=(*reports[0].notes, *notes)), *reports[1:]]
         finally:
             self._lock.release()
@@ -335,7 +335,7 @@ class EngineExchange:
             old, new = (part.new, part.old) if problem else (part.old, part.new)
             logger.log(
                 logging.ERROR if problem else logging.INFO,
-                "%s%s: %s %s %s; pause %.1f ms, %d requests handed over, %d computed again%s", _named(self.built),
+                "%s%s: %s %s %s; pause %.1f ms, %d requests handed over, %d computed again%s", self.built.prefix,
                 part.path, old, "gives way again to" if problem else "is exchanged for", new, 1000 * effect.pause_s,
                 effect.handed_over, effect.recomputed, f", since {problem}" if problem else "")
             if loop.parts.observers.active:
@@ -363,7 +363,3 @@ def _sizes(old: Made, config: Any, target: Components) -> list[Difference]:
         for path in sorted(SIZES_OF_THE_CACHE)
         if (before := getattr(old.config.kvcache, path.partition(".")[2])) != (
             after := getattr(config.kvcache, path.partition(".")[2]))]
-
-
-def _named(built: BuiltEngine) -> str:
-    return f"engine {built.replica.name}: " if built.replica.name else ""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hotswap.core.engine import exchange as exchange_module
+from hotswap.core.engine.assembly import BuiltEngine
 from hotswap.core.engine.client import Engine
 from hotswap.core.engine.exchange import EngineExchange, Exchanger, Report
 from hotswap.core.engine.switch import Switch, carry_out
@@ -13,6 +14,8 @@ from hotswap.core.engine.trial import REVERTS, Trial, TriedKV
 from hotswap.core.errors import EngineStoppedError, ExchangeError, LoopTimeoutError
 from hotswap.core.interfaces.component import Description
 from hotswap.core.interfaces.kvcache import CacheConstraints
+from hotswap.core.interfaces.parallel import Replica
+from hotswap.core.live import LiveComponents
 from hotswap.core.testing.rig import assert_clean, build, expected, make_rig
 
 
@@ -335,8 +338,9 @@ def test_an_exchange_that_the_loop_does_not_come_to_in_time_is_no_end_of_the_eng
 def several(monkeypatch):
     """An exchanger of three engines; ``failures``: why one has ended, ``errors``: what its exchange raises."""
     box = SimpleNamespace(failures={}, errors={}, exchanged=[])
-    engines = [SimpleNamespace(replica=SimpleNamespace(name=name), engine=SimpleNamespace(failure=None))
-               for name in "012"]
+    engines = [
+        BuiltEngine(Replica(name, int(name), 3), SimpleNamespace(failure=None), LiveComponents(),
+                    SimpleNamespace(parts=SimpleNamespace(executor=None))) for name in "012"]
 
     def begin(self, built, *arguments):
         self.built = built
