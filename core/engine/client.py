@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from hotswap.core.blame import blame
@@ -130,25 +131,28 @@ class Engine:
         EngineStoppedError where the loop has ended. LoopTimeoutError where it does not come to it in time: then it does
         not happen later; or has begun and not ended, which the message says.
         """
-        done, box, turn = threading.Event(), {}, threading.Lock()  # whoever gets ``turn``: the loop, or the timeout
+        answer = Future[Any]()
 
         def command() -> None:
-            if not turn.acquire(blocking=False):
+            if not answer.set_running_or_notify_cancel():
                 return
             try:
-                box["value"] = function()
+                answer.set_result(function())
             except Exception as error:
-                box["error"] = error
-            done.set()
+                answer.set_exception(error)
 
         if not self._command(command):
             raise EngineStoppedError(self._failure or "the engine's loop has ended")
-        if not done.wait(timeout_s):
-            late = "and it will not happen" if turn.acquire(blocking=False) else "though it has begun with it"
-            raise LoopTimeoutError(f"the engine's loop did not answer within {timeout_s:g} s, {late}")
-        if "error" in box:
-            raise box["error"]
-        return box["value"]
+        wait([answer], timeout_s)
+        if answer.cancel():  # which the loop has not begun with
+            raise LoopTimeoutError(f"the engine's loop did not answer within {timeout_s:g} s, and it will not happen")
+        if not answer.done():
+            raise LoopTimeoutError(
+                f"the engine's loop did not answer within {timeout_s:g} s, though it has begun with it")
+        try:
+            return answer.result()
+        finally:
+            del answer  # which an exception that it holds would hold in turn
 
     def _free_slots(self) -> int:
         return max(0, self.loop.limits.max_running - len(self.loop.pool.running))

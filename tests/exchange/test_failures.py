@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hotswap.core.engine import client as client_module
 from hotswap.core.engine import exchange as exchange_module
 from hotswap.core.engine.assembly import BuiltEngine
 from hotswap.core.engine.client import Engine
@@ -255,6 +256,24 @@ def test_a_call_that_was_given_up_does_not_happen_later():
         hold.set()
         engine.call(lambda: happened.append("next"))
         assert happened == ["next"]
+    finally:
+        hold.set()
+        engine.stop()
+
+
+def test_a_call_that_ends_just_as_its_time_is_over_has_its_result(monkeypatch):
+    engine, hold, waited = Engine(make_rig().loop), Event(), client_module.wait
+
+    def wait(answers, timeout):
+        in_time = waited(answers, timeout)
+        assert not in_time.done
+        hold.set()
+        waited(answers, 10)
+        return in_time
+
+    monkeypatch.setattr(client_module, "wait", wait)
+    try:
+        assert engine.call(lambda: hold.wait(10) and "done", timeout_s=0.01) == "done"
     finally:
         hold.set()
         engine.stop()
