@@ -13,8 +13,8 @@
     │   ├── ContextLengthError
     │   └── QueueFullError     HTTP 429
     ├── EngineStoppedError     the engine is draining or stopped: HTTP 503
-    │   └── LoopTimeoutError           or its loop has not come to something in time
-    ├── ExchangeError          a part was to be exchanged while serving, and the old one serves on
+    ├── LoopTimeoutError       its loop has not come to something in time: HTTP 503
+    ├── ExchangeError          a part was to be exchanged while serving, and has not been: HTTP 409
     ├── ComponentError         a component raised while serving; names kind and component
     └── KVInvariantError       a KV manager's own check failed
 """
@@ -84,13 +84,19 @@ class EngineStoppedError(HotswapError):
     """The engine does not take requests: it drains, or its loop has ended."""
 
 
-class LoopTimeoutError(EngineStoppedError):
-    """The engine's loop did not come to what it was asked for in time, or did not get done with it; it may yet go on.
-    """
+class LoopTimeoutError(HotswapError):
+    """The engine's loop did not get done in time with what it was asked for. ``begun``: it is at it; else it will not
+    begin."""
+
+    def __init__(self, message: str, begun: bool) -> None:
+        super().__init__(message)
+        self.begun = begun
 
 
 class ExchangeError(HotswapError):
-    """A part could not be exchanged, and the old one serves on. ``reports``: of engines that had exchanged theirs."""
+    """A part could not be exchanged. The old one serves, unless the message says that the loop is still at the
+    exchange, that the old one has yet to come back, or that the engine, one of several, has ended. ``reports``: of
+    engines that had exchanged theirs."""
 
     def __init__(self, message: str, reports: Sequence[Any] = ()) -> None:
         super().__init__(message)

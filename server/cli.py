@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from hotswap import __version__
-from hotswap.core.errors import ConfigError, EngineStoppedError
+from hotswap.core.errors import ConfigError, EngineStoppedError, LoopTimeoutError
 
 COMMANDS = {
     **{name: f"hotswap.server.commands.{name}" for name in ("serve", "generate", "exchange", "config", "plugins")},
@@ -17,7 +17,7 @@ COMMANDS = {
 
 class LazyGroup(click.Group):
     """Knows its subcommands by name only. A ConfigError, wherever it comes from, is one message and exit code 2;
-    workers that end while they start are one message, beside what they wrote, and exit code 1."""
+    workers that end while they start, or do not answer, are one message, beside what they wrote, and exit code 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -34,7 +34,7 @@ class LazyGroup(click.Group):
         except ConfigError as error:
             click.echo(f"hotswap: {error}", err=True)
             ctx.exit(2)
-        except EngineStoppedError as error:
+        except (EngineStoppedError, LoopTimeoutError) as error:
             click.echo(f"hotswap: {error}", err=True)
             ctx.exit(1)
 

@@ -16,7 +16,7 @@ from hotswap.core.config.limits import AUTO, AttentionNeeds
 from hotswap.core.engine.assembly import Assembly, BuiltEngine, build_model, nobody_for
 from hotswap.core.engine.clock import Clock, SystemClock
 from hotswap.core.engine.exchange import Exchanger, Report
-from hotswap.core.errors import ConfigError, EngineStoppedError
+from hotswap.core.errors import ConfigError, EngineStoppedError, LoopTimeoutError
 from hotswap.core.interfaces.component import RequestOptions
 from hotswap.core.interfaces.deployment import EngineClient
 from hotswap.core.interfaces.kvcache import CachePlan
@@ -97,11 +97,11 @@ class Built:
         return {built.replica.name: own for built in self.engines if (own := built.made.resolved.effective()) != first}
 
     def ranks(self) -> list[dict[str, Any]]:
-        """What each rank of each engine holds and has done, as JSON; nothing of engines that have ended. Waits for the
-        steps in flight, a few seconds at most: not from an engine's loop."""
+        """What each rank of each engine holds and has done, as JSON; nothing of engines that have ended, or do not
+        answer within a few seconds. Waits for the steps in flight: not from an engine's loop."""
         found: list[dict[str, Any]] = []
         for built in self.engines:
-            with contextlib.suppress(EngineStoppedError):
+            with contextlib.suppress(EngineStoppedError, LoopTimeoutError):
                 for report in built.engine.call(built.engine.loop.parts.executor.report, RANKS_TIMEOUT_S):
                     calls = {name: count._asdict() for name, count in report.collectives.items()}
                     found.append({"replica": built.replica.name, **asdict(report), "collectives": calls})

@@ -129,7 +129,7 @@ class Engine:
         """Run ``function`` on the loop's thread between two turns; its result or exception is the caller's.
 
         EngineStoppedError where the loop has ended. LoopTimeoutError where it does not come to it in time: then it does
-        not happen later; or has begun and not ended, which the message says.
+        not happen later; or has begun and not ended, which ``begun`` says.
         """
         answer = Future[Any]()
 
@@ -144,11 +144,11 @@ class Engine:
         if not self._command(command):
             raise EngineStoppedError(self._failure or "the engine's loop has ended")
         wait([answer], timeout_s)
-        if answer.cancel():  # which the loop has not begun with
-            raise LoopTimeoutError(f"the engine's loop did not answer within {timeout_s:g} s, and it will not happen")
+        late = f"the engine's loop did not answer within {timeout_s:g} s"
+        if answer.cancel():
+            raise LoopTimeoutError(f"{late}, and it will not happen", begun=False)
         if not answer.done():
-            raise LoopTimeoutError(
-                f"the engine's loop did not answer within {timeout_s:g} s, though it has begun with it")
+            raise LoopTimeoutError(f"{late}, though it has begun with it", begun=True)
         try:
             return answer.result()
         finally:

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotswap.core.errors import EngineStoppedError, QueueFullError, RequestError
+from hotswap.core.errors import EngineStoppedError, LoopTimeoutError, QueueFullError, RequestError
 from hotswap.core.request import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def api_error(error: Exception, request_id: str) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers=wait)
         case RequestError():
             return ApiError(400, str(error), error.param, error.code)
-        case EngineStoppedError():
+        case EngineStoppedError() | LoopTimeoutError():
             logger.warning("request %s was refused: %s", request_id, error)
             return stopped()
         case ClientGone():
@@ -107,7 +107,9 @@ def _of_http(error: HTTPException) -> ApiError:
 
 def install(app: FastAPI) -> None:
     """Answer what the routes raise. What passes these handlers is caught by :class:`LastResort`."""
-    for kind in (ApiError, ClientGone, RequestError, EngineStoppedError, HTTPException, RequestValidationError):
+    for kind in (
+            ApiError, ClientGone, RequestError, EngineStoppedError, LoopTimeoutError, HTTPException,
+            RequestValidationError):
         app.add_exception_handler(kind, _handle)
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hotswap.core.config import load_config
+from hotswap.core.engine import build as build_module
 from hotswap.core.engine.build import build_engine
 from hotswap.core.errors import ConfigError
 from hotswap.core.execution.builder import SharedModels
@@ -64,6 +65,22 @@ def test_a_revision_of_what_is_no_hub_repository_is_refused(directory):
 def test_a_context_longer_than_the_models_is_refused_with_both_numbers(directory):
     assert refusal({"path": str(directory)}, max_model_len=129).startswith(
         "max_model_len: 129 tokens were given, but the model was made for 128")
+
+
+def test_ranks_whose_loop_does_not_answer_in_time_are_left_out(directory, monkeypatch):
+    built, hold, held = build({"path": str(directory)}), threading.Event(), threading.Event()
+    engine = built.engines[0].engine
+    monkeypatch.setattr(build_module, "RANKS_TIMEOUT_S", 0.01)
+    try:
+        engine._command(lambda: held.set() or hold.wait(10))
+        assert held.wait(10)
+        assert built.ranks() == []
+        hold.set()
+        monkeypatch.undo()
+        assert [report["rank"] for report in built.ranks()] == [0]
+    finally:
+        hold.set()
+        built.engine.stop()
 
 
 def test_a_cache_too_small_for_one_request_is_refused_and_the_worker_stopped(directory):

@@ -11,7 +11,7 @@ from hotswap.core.config.changes import Difference
 from hotswap.core.config.schema import ServerSection
 from hotswap.core.engine.exchange import Report
 from hotswap.core.engine.switch import Effect
-from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError
+from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError, LoopTimeoutError
 from hotswap.server.app import create_app
 from hotswap.server.commands.exchange import command
 from hotswap.server.served import Served
@@ -96,6 +96,7 @@ def test_what_was_exchanged_is_answered():
     (ConfigError("no", "scheduler.policy"), 400, "exchange_refused", "scheduler.policy"),
     (ExchangeError("it broke", [Report("0", ())]), 409, "exchange_failed", None),
     (EngineStoppedError("gone"), 503, "draining", None),
+    (LoopTimeoutError("late", begun=True), 503, "unavailable", None),
 ])
 def test_errors_have_openai_s_body(error, status, code, param):
     desk = Desk()

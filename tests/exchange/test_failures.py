@@ -251,8 +251,9 @@ def test_a_call_that_was_given_up_does_not_happen_later():
     try:
         engine._command(lambda: (held.set(), hold.wait(10)))
         assert held.wait(10)
-        with pytest.raises(LoopTimeoutError, match="and it will not happen"):
+        with pytest.raises(LoopTimeoutError, match="and it will not happen") as caught:
             engine.call(lambda: happened.append("late"), timeout_s=0.01)
+        assert not caught.value.begun
         hold.set()
         engine.call(lambda: happened.append("next"))
         assert happened == ["next"]

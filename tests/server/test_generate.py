@@ -3,10 +3,14 @@
 import io
 import json
 
+import click
 import pytest
+from click.testing import CliRunner
 
-from hotswap.core.errors import ConfigError
+from hotswap.core.errors import ConfigError, EngineStoppedError, LoopTimeoutError
 from hotswap.server import generate
+from hotswap.server.cli import main
+from hotswap.server.commands import generate as command_module
 from hotswap.server.frontend import Frontend
 from hotswap.server.served import Served
 
@@ -105,3 +109,13 @@ def test_a_line_that_fails_says_so_and_the_others_are_answered(served, tmp_path,
     assert failed == 1
     assert found[0]["outputs"][0]["text"] == "ab"
     assert "device lost" in found[1]["error"]
+
+
+@pytest.mark.parametrize("error", [EngineStoppedError("it is gone"), LoopTimeoutError("it is late", begun=True)])
+def test_a_command_whose_engine_ends_or_does_not_answer_in_time_is_one_message_and_exit_code_1(error, monkeypatch):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(command_module, "command", click.Command("generate", callback=fail))
+    done = CliRunner().invoke(main, ["generate"])
+    assert (done.exit_code, done.output) == (1, f"hotswap: {error}\n")
