@@ -85,26 +85,34 @@ class Exchanger:
             if not chosen:
                 names = ", ".join(repr(built.replica.name) for built in self._engines)
                 raise ConfigError(f"there is no engine {replica!r}; there are {names}", "replica")
-            alive = [built for built in chosen if built.engine.failure is None]
-            if not alive:
-                raise EngineStoppedError(chosen[0].engine.failure or "")
-            notes = tuple(f"engine {built.replica.name!r} has ended, and was left out: {built.engine.failure}"
-                          for built in chosen if built.engine.failure is not None)
-            for one in [self._begin(built, sets) for built in alive]:
+            begun, ended = self._begin(chosen, sets)
+            for one in begun:
                 try:
                     reports.append(one.carry_out())
                 except (ConfigError, ExchangeError, EngineStoppedError) as error:
                     # Where one of several engines ends, the others serve: that is an ExchangeError.
-                    alone = (ConfigError, EngineStoppedError) if len(alive) == 1 else (ConfigError,)
+                    alone = (ConfigError, EngineStoppedError) if len(begun) == 1 else (ConfigError,)
                     if isinstance(error, alone) and not reports:
                         raise
                     raise ExchangeError(f"{one.built.prefix}{error}", reports) from error
+            notes = tuple(f"engine {name!r} has ended, and was left out: {why}" for name, why in ended.items())
             return [replace(reports[0], notes=(*reports[0].notes, *notes)), *reports[1:]]
         finally:
             self._lock.release()
 
-    def _begin(self, built: BuiltEngine, sets: Sequence[str]) -> "EngineExchange":
-        return EngineExchange(built, sets, self._registry, self._needs, self._max_model_len)
+    def _begin(
+        self, chosen: Iterable[BuiltEngine], sets: Sequence[str],
+    ) -> tuple[list["EngineExchange"], dict[str, str]]:
+        """The exchanges of those that run, and by name why the others have ended. EngineStoppedError where all have."""
+        begun, ended = list[EngineExchange](), dict[str, str]()
+        for built in chosen:
+            try:
+                begun.append(EngineExchange(built, sets, self._registry, self._needs, self._max_model_len))
+            except EngineStoppedError as error:
+                ended[built.replica.name] = str(error)
+        if not begun:
+            raise EngineStoppedError(next(iter(ended.values())))
+        return begun, ended
 
 
 class EngineExchange:

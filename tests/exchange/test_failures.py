@@ -356,14 +356,18 @@ def test_an_exchange_that_the_loop_does_not_come_to_in_time_is_no_end_of_the_eng
 
 @pytest.fixture
 def several(monkeypatch):
-    """An exchanger of three engines; ``failures``: why one has ended, ``errors``: what its exchange raises."""
-    box = SimpleNamespace(failures={}, errors={}, exchanged=[])
+    """An exchanger of three engines; ``failures``: why one has ended, ``ends``: why one does as its exchange begins,
+    ``errors``: what its exchange raises."""
+    box = SimpleNamespace(failures={}, ends={}, errors={}, exchanged=[])
     engines = [
         BuiltEngine(Replica(name, int(name), 3), SimpleNamespace(failure=None), LiveComponents(),
                     SimpleNamespace(parts=SimpleNamespace(executor=None))) for name in "012"]
 
     def begin(self, built, *arguments):
         self.built = built
+        built.engine.failure = built.engine.failure or box.ends.get(built.replica.name)
+        if built.engine.failure is not None:
+            raise EngineStoppedError(built.engine.failure)
 
     def exchange(self):
         name = self.built.replica.name
@@ -391,6 +395,17 @@ def test_an_engine_that_has_ended_is_left_out_with_a_note(several):
     assert reports[0].notes == ("engine '1' has ended, and was left out: it is gone",)
     with pytest.raises(EngineStoppedError, match="it is gone"):
         several.run("1")
+
+
+def test_an_engine_that_ends_just_as_its_exchange_begins_is_left_out_as_one_that_had_ended_before(several):
+    several.ends["1"] = "it has just gone"
+    reports = several.run()
+    assert several.exchanged == ["0", "2"]
+    assert reports[0].notes == ("engine '1' has ended, and was left out: it has just gone",)
+    several.ends = dict.fromkeys("210", "all have gone")
+    with pytest.raises(EngineStoppedError, match="all have gone"):
+        several.run()
+    assert several.exchanged == ["0", "2"]
 
 
 def test_an_engine_that_ends_on_the_way_hides_no_report_of_those_before(several):
