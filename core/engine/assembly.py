@@ -53,7 +53,8 @@ class Made:
 class BuiltEngine:
     """One engine loop. ``made`` is another one after an exchange. ``around``: the deployments that it is part of.
     ``spans``: it computes every step together with other engines. ``free_bytes``: for pages, when it started.
-    ``preparing``: what its ranks prepare for exchanges."""
+    ``preparing``: what its ranks prepare for exchanges. ``exchanging``: the loop has been given an exchange and is not
+    through with it, though nobody may wait for that any more."""
 
     replica: Replica
     engine: Engine
@@ -63,6 +64,7 @@ class BuiltEngine:
     spans: bool = False
     free_bytes: int = 0
     preparing: Preparing = field(init=False)
+    exchanging: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.preparing = Preparing(self.made.parts.executor, self.prefix)

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 from hotswap.core.blame import blame
@@ -125,34 +126,30 @@ class Engine:
 
     # for those who share the engine's process
 
-    def call(self, function: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    def call(
+        self, function: Callable[[], Any], timeout_s: float = 60.0, late: Callable[[Future[Any]], object] | None = None,
+    ) -> Any:
         """Run ``function`` on the loop's thread between two turns; its result or exception is the caller's.
 
         EngineStoppedError where the loop has ended. LoopTimeoutError where it does not come to it in time: then it does
-        not happen later; or has begun and not ended, which ``begun`` says.
+        not happen later; or has begun and not ended, which ``begun`` says: then ``late`` is called with what it came to
+        once it has ended, on the loop's thread or at once.
         """
         answer = Future[Any]()
-
-        def command() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                answer.set_result(function())
-            except Exception as error:
-                answer.set_exception(error)
-
-        if not self._command(command):
+        if not self._command(partial(_answer, answer, function)):
             raise EngineStoppedError(self._failure or "the engine's loop has ended")
         wait([answer], timeout_s)
-        late = f"the engine's loop did not answer within {timeout_s:g} s"
+        problem = f"the engine's loop did not answer within {timeout_s:g} s"
         if answer.cancel():
-            raise LoopTimeoutError(f"{late}, and it will not happen", begun=False)
+            raise LoopTimeoutError(f"{problem}, and it will not happen", begun=False)
         if not answer.done():
-            raise LoopTimeoutError(f"{late}, though it has begun with it", begun=True)
+            if late is not None:
+                answer.add_done_callback(late)
+            raise LoopTimeoutError(f"{problem}, though it has begun with it", begun=True)
         try:
             return answer.result()
         finally:
-            del answer  # which an exception that it holds would hold in turn
+            del answer  # which the traceback of an exception that it holds would hold in turn
 
     def _free_slots(self) -> int:
         return max(0, self.loop.limits.max_running - len(self.loop.pool.running))
@@ -209,9 +206,8 @@ class Engine:
 
     def _take_commands(self) -> None:
         while self._commands:
-            command = self._commands.popleft()
             try:
-                command()
+                self._commands.popleft()()
             except Exception:
                 logger.exception("a command to the engine failed")
 
@@ -233,3 +229,15 @@ class Engine:
                 self._idle.set()
             if not self._commands and not self._stopping:
                 self._wake.wait(timeout)
+
+
+def _answer(answer: Future[Any], function: Callable[[], Any]) -> None:
+    """On the loop's thread: what ``function`` comes to, unless nobody waits any more."""
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        answer.set_result(function())
+    except Exception as error:
+        answer.set_exception(error)
+    finally:
+        del answer  # as in ``call``

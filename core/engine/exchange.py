@@ -6,6 +6,7 @@ One exchange at a time. Of several engines one after the other exchanges its par
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -75,7 +76,7 @@ class Exchanger:
 
         ConfigError: refused, and nothing has changed. ExchangeError: a new part has failed, and the old one is back; or
         one of several engines has ended over it; or ranks or loop have not answered in time; or another exchange is
-        under way. EngineStoppedError: of what was chosen, nothing runs.
+        under way, if only on the loop of one engine. EngineStoppedError: of what was chosen, nothing runs.
         """
         sets, reports = list(sets), list[Report]()
         if not self._lock.acquire(blocking=False):
@@ -128,6 +129,10 @@ class EngineExchange:
         self.built, self.old, self._max_model_len = built, built.made, max_model_len
         if (failure := built.engine.failure) is not None:
             raise EngineStoppedError(failure)
+        if built.exchanging:
+            raise ExchangeError(
+                f"{built.prefix}an exchange that took too long is still under way; try again once the log says what it "
+                "has come to")
         self._resolved = changed(self.old.resolved, sets)
         config = self._resolved.config.model_copy(update={"parallel": self.old.config.parallel})
         self._target = check_config(config, registry, built.around, needs)
@@ -137,7 +142,7 @@ class EngineExchange:
         for section in self._sections:
             self._refuse(section)
         self._new = replace(self.old, resolved=self._resolved, config=config)
-        self._keeps_pages = True
+        self._keeps_pages, self._in_place = True, False
 
     def _refuse(self, section: str) -> None:
         old, new = self.old.parts.built[section], self._target.built[section]
@@ -148,22 +153,38 @@ class EngineExchange:
         LiveComponents().add(new)  # its hooks fit
 
     def carry_out(self) -> Report:
-        """ConfigError: the old parts serve on. ExchangeError: they do, too, unless the message says that the loop has
-        begun to exchange them and not come to an end. EngineStoppedError: the engine has ended."""
+        """ConfigError: the old parts serve on. ExchangeError: they do, too, unless the message says that the loop is
+        still at it, or that they have not come back yet. EngineStoppedError: the engine has ended."""
         name, notes = self.built.replica.name, (*self._resolved.warnings, *self._target.notes)
         if not self._parts:
             return Report(name, (), proven=True, notes=("these parts serve already", *notes))
         self._prepare()
+        self.built.exchanging, left_to_the_loop = True, False
         try:
-            trial, effect = self.built.engine.call(self._switch, LOOP_TIMEOUT_S)
-        except BaseException as error:
-            self._let_go()
-            if isinstance(error, LoopTimeoutError):
-                raise ExchangeError(str(error)) from error
-            if isinstance(error, (ConfigError, ExchangeError, EngineStoppedError)) or not isinstance(error, Exception):
-                raise
+            trial, effect = self.built.engine.call(self._switch, LOOP_TIMEOUT_S, self._late)
+        except LoopTimeoutError as error:
+            left_to_the_loop = error.begun
+            raise ExchangeError(f"{error}; what it comes to is logged" if error.begun else str(error)) from error
+        except (ConfigError, ExchangeError, EngineStoppedError):
+            raise
+        except Exception as error:
             raise ExchangeError(f"the old parts serve on: {blame(error)}") from error
+        finally:
+            if not left_to_the_loop:
+                self._conclude()
         return Report(name, self._parts, effect, self._await(trial), notes)
+
+    def _late(self, answer: Future[Any]) -> None:
+        """The loop is through with it, and nobody waits any more. What is let go may take long: not on its thread."""
+        if (error := answer.exception()) is not None:
+            logger.error("%san exchange that took too long has failed: %s", self.built.prefix, blame(error))
+        threading.Thread(target=self._conclude, name="hotswap-conclude", daemon=True).start()
+
+    def _conclude(self) -> None:
+        """The loop is through with it, or will not begin; only now may anything be taken away from it."""
+        if not self._in_place:
+            self._let_go()
+        self.built.exchanging = False
 
     # beside serving
 
@@ -267,6 +288,7 @@ class EngineExchange:
             if self._changes_workers and loop.broken is None:
                 self._executor.settle()  # the new ones are what the last exchange, the one back, took away
             raise
+        self._in_place = True
         self._record(self._new, self._target)
         self._tell(effect)
         return self._begin_trial(switch, before), effect

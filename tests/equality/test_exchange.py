@@ -5,6 +5,7 @@ import gc
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from hotswap.core.engine import assembly as assembly_module
+from hotswap.core.engine import client as client_module
 from hotswap.core.engine import exchange as exchange_module
 from hotswap.core.engine import switch as switch_module
 from hotswap.core.engine.exchange import EngineExchange
@@ -563,6 +565,49 @@ def test_what_was_prepared_for_an_exchange_that_failed_is_not_put_in_place_by_th
             engine.built.exchange(["attention=RunRaises"])
     [report] = engine.under_load(prompts, expected, lambda: engine.built.exchange(["kvcache.num_blocks=150"]))
     assert report.proven
+    assert engine.generate(prompts, TOKENS) == expected
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_exchange_that_took_too_long_is_left_to_the_loop_and_no_other_begins_before_its_end(
+    loaded, monkeypatch, caplog, fails,
+):
+    engine, prompts, expected = loaded
+    built, [one] = engine.built, engine.built.engines
+    executor, held, go = one.made.parts.executor, threading.Event(), threading.Event()
+    drain, prepare, asked = switch_module.drain, executor.prepare, list[list[str]]()
+
+    def slow(loop: Any) -> float:
+        held.set()
+        assert go.wait(30)
+        if fails:
+            raise ExchangeError("a transfer of pages did not end")
+        return drain(loop)
+
+    monkeypatch.setattr(executor, "prepare", lambda parts: (asked.append([*parts]), prepare(parts))[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(switch_module, "drain", slow)
+        patch.setattr(client_module, "wait", lambda answers, timeout: held.wait(30))
+        with pytest.raises(ExchangeError, match="though it has begun with it; what it comes to is logged"):
+            built.exchange(["attention={use: composite, prefill: torch, decode: torch}"])
+    try:
+        for sets in (["attention=OwnPages"], ["scheduler=Own"]):
+            with pytest.raises(ExchangeError, match="an exchange that took too long is still under way"):
+                built.exchange(sets)
+        assert asked == [["attention"]], "nothing was taken away from the loop, and nothing put in its place"
+    finally:
+        go.set()
+    until = time.monotonic() + 30
+    while one.exchanging:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    assert (built.effective()["attention"]["use"] == "composite") is not fails
+    assert asked[1:] == ([[]] if fails else []), "what was prepared is let go where it is not put in place"
+    assert ("an exchange that took too long has failed: " in caplog.text) is fails
+    assert engine.generate(prompts, TOKENS) == expected
+    [report] = built.exchange(["attention=OwnPages"])
+    assert report.parts
     assert engine.generate(prompts, TOKENS) == expected
     engine.assert_clean()
 

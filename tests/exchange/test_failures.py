@@ -336,7 +336,7 @@ def test_an_exchange_that_the_loop_does_not_come_to_in_time_is_no_end_of_the_eng
         def __init__(self):
             self.built = SimpleNamespace(engine=engine, replica=SimpleNamespace(name=""))
             self._resolved, self._target = SimpleNamespace(warnings=()), SimpleNamespace(notes=())
-            self._parts = ("one",)
+            self._parts, self._in_place = ("one",), False
 
         def _prepare(self):
             pass
