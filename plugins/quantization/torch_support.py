@@ -13,6 +13,9 @@ INT8 = ("amx_int8", "avx512_vnni", "avx_vnni")
 
 AVX512 = ("avx512_f",)
 
+AMX = ("amx_bf16",)
+"""Products of whole tiles of bfloat16, which oneDNN uses."""
+
 
 def operator(name: str) -> Callable[..., Any] | None:
     """``name``: "aten._weight_int4pack_mm_for_cpu". None where this torch has no such operator."""

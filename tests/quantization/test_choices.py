@@ -146,6 +146,17 @@ def test_torch_s_operators_may_be_asked_for(make_gguf):
         assert told.startswith("quantization: torch's operators multiply the packed weights, since the config says so")
 
 
+@pytest.mark.skipif(bool(no_bfloat16_kernels()), reason="this machine lacks instructions")
+def test_where_onednn_multiplies_bfloat16_and_could_be_beaten_it_is_said(make_gguf, processor):
+    told = "quantization: oneDNN multiplies bfloat16 weights, since "
+    assert notes(make_gguf, "none", kernels="torch") == [f"{told}the config says so"]
+    processor("avx512_f", "bf16")
+    assert notes(make_gguf, "none") == [
+        f"{told}the processor has no AVX-512 instructions for products of bfloat16"]
+    processor("avx512_bf16", "amx_bf16")
+    assert notes(make_gguf, "none") == [], "nobody is faster"
+
+
 def test_an_operator_that_this_torch_lacks_is_named(make_gguf, monkeypatch):
     monkeypatch.setattr(torch_support, "operator", lambda name: None)
     for use in ("int4", "gguf"):
