@@ -26,6 +26,19 @@ LINE = 64
 """Bytes of a cache line."""
 
 
+class _BFloat16(ir.Type):
+    """LLVM's type, which llvmlite lacks."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self):
+        return hash(_BFloat16)
+
+
 def lanes_of(context):
     """By the processor that is compiled for."""
     _, _, features = context.codegen().magic_tuple()
@@ -55,6 +68,7 @@ class Code:
 
     def __init__(self, context, builder):
         self.builder, self.lanes = builder, lanes_of(context)
+        self.rounds = pairs_are_multiplied(context, types.uint16)
         self.step = self.lanes * 4
         self.zero = number(0.0, self.lanes)
 
@@ -179,12 +193,18 @@ class Code:
         return self.wide(self.narrow(value, kind), kind)
 
     def narrow(self, value, kind):
-        """What it is in memory, rounded to the nearest, and to the even one of two; NaN stays NaN."""
+        """What it is in memory, rounded to the nearest, and to the even one of two; NaN stays NaN. Where the processor
+        makes bfloat16 itself, numbers below 10^-38 become zero."""
         b, lanes = self.builder, self.lanes
         if kind == types.float32:
             return value
         if kind == types.int16:
             return b.bitcast(b.fptrunc(value, vector(ir.HalfType(), lanes)), vector(I16, lanes))
+        if self.rounds:
+            function = cgutils.get_or_insert_function(
+                b.module, ir.FunctionType(vector(_BFloat16(), lanes), [value.type]),
+                "llvm.x86.avx512bf16.cvtneps2bf16.512")
+            return b.bitcast(b.call(function, [value]), vector(I16, lanes))
         bits = b.bitcast(value, vector(I32, lanes))
         odd = b.and_(b.lshr(bits, integer(16, lanes)), integer(1, lanes))
         near = b.add(bits, b.add(odd, integer(0x7FFF, lanes)))

@@ -11,7 +11,9 @@ from hotswap.plugins.cpu.team import Kernel, compile_kernels
 
 numba = pytest.importorskip("numba")
 
-from hotswap.plugins.cpu import machine, row_loops  # noqa: E402  # they import numba
+from numba.core.registry import cpu_target  # noqa: E402
+
+from hotswap.plugins.cpu import machine, row_loops, vectors  # noqa: E402  # they import numba
 
 
 def count_up(data):
@@ -101,7 +103,10 @@ def test_bfloat16_is_widened_exactly_and_rounded_to_nearest_even(kept):
     numbers = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
     run(Kernel(round_numbers), bits, np.zeros(1 << 16, np.float32))
     got = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-    expected = (numbers.float() * torch.tensor(1.001)).bfloat16()
+    exact = numbers.float() * torch.tensor(1.001)
+    if vectors.pairs_are_multiplied(cpu_target.target_context, numba.uint16):  # the processor rounds, to no smaller ones
+        exact = torch.where(exact.abs() < 2.0**-126, torch.copysign(torch.zeros(()), exact), exact)
+    expected = exact.bfloat16()
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got[~got.isnan()], expected[~got.isnan()])
 
