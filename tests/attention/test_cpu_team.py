@@ -104,7 +104,7 @@ def test_bfloat16_is_widened_exactly_and_rounded_to_nearest_even(kept):
     run(Kernel(round_numbers), bits, np.zeros(1 << 16, np.float32))
     got = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     exact = numbers.float() * torch.tensor(1.001)
-    if vectors.pairs_are_multiplied(cpu_target.target_context, numba.uint16):  # the processor rounds, to no smaller ones
+    if vectors.pairs_are_multiplied(cpu_target.target_context, numba.uint16):  # then it rounds
         exact = torch.where(exact.abs() < 2.0**-126, torch.copysign(torch.zeros(()), exact), exact)
     expected = exact.bfloat16()
     assert torch.equal(got.isnan(), expected.isnan())
