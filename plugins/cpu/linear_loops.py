@@ -56,7 +56,8 @@ def shrink(typing, x, size, numbers, scales, sums, kind):
     def generate(context, builder, signature, arguments):
         x, size, numbers, scales, sums, _ = arguments
         code, b = Code(context, builder), builder
-        assert code.lanes == TILE, f"groups are {TILE} lanes wide, and vectors {code.lanes}: see no_kernels"
+        if code.lanes != TILE:
+            raise RuntimeError(f"tiles are {TILE} lanes wide, and vectors {code.lanes}: see no_kernels")
         with code.loop(b.udiv(code.add(size, GROUP - 1), I64(GROUP))) as group:
             first = code.scaled(group, GROUP)
             halves = []
@@ -102,7 +103,8 @@ def multiply(
     def generate(context, builder, signature, arguments):
         numbers, scales, sums, groups, weights, bias, out, out_row, count, *_ = arguments
         code, b, bits = Code(context, builder), builder, 8 if form == types.uint8 else 4
-        assert dots_are_added(context), "products of 8-bit numbers need AVX-512 with VNNI: see no_kernels"
+        if not dots_are_added(context):
+            raise RuntimeError("products of 8-bit numbers need AVX-512 with VNNI: see no_kernels")
         places = range(rows.literal_value)
         row_bytes = code.scaled(groups, GROUP), code.scaled(groups, 4)
         lines = [[b.add(start, code.scaled(size, row)) for start, size in (

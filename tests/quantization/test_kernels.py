@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,5 +114,17 @@ def test_without_the_instructions_nothing_is_compiled_instead_of_the_products(mo
     monkeypatch.setattr("hotswap.plugins.cpu.linear_loops.dots_are_added", lambda context: False)
     assert "without AVX-512 products" in no_kernels()
     kernels = import_module("hotswap.plugins.cpu.linear_kernels")
-    with pytest.raises(AssertionError, match="need AVX-512 with VNNI"):
+    with pytest.raises(RuntimeError, match="need AVX-512 with VNNI"):
         Kernel(kernels.multiply_8_float32._function).compile()
+
+
+def test_rows_are_not_brought_to_8_bits_in_vectors_of_another_width_than_tiles(monkeypatch, tmp_path):
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("hotswap.plugins.cpu.vectors.lanes_of", lambda context: 8)
+    shrink, kind = import_module("hotswap.plugins.cpu.linear_loops").shrink, np.float32(0)
+
+    def alone(data):
+        shrink(0, 0, 0, 0, 0, kind)
+
+    with pytest.raises(RuntimeError, match="tiles are 16 lanes wide, and vectors 8"):
+        Kernel(alone).compile()
