@@ -112,7 +112,7 @@ class NixlWorker(TcpWorker):
                     ticket.key, read.group, read.layers[0], read.first_head, read.heads, span.first, len(span.ids))))
 
             located = [(read, span, ids(read, span)) for read, span in wanted]
-            self._copy(channel, peer, located)
+            self._end(channel, peer, *self._begin(peer, *self._tables(peer, located)))
             if any(ids(read, span) != before for read, span, before in located):
                 raise ChannelClosedError(f"{peer.label} gave the pages away while they were read")
         finally:
@@ -136,9 +136,10 @@ class NixlWorker(TcpWorker):
                 _HELD.append((self._agent, registered, self.cache, set(self._under_way)))
                 self._given_up.set()
 
-    def _copy(
-        self, channel: Channel, peer: RankCard, located: Sequence[tuple[Read, Span, Sequence[int]]],
-    ) -> None:
+    def _tables(
+        self, peer: RankCard, located: Sequence[tuple[Read, Span, Sequence[int]]],
+    ) -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
+        """Where the pieces lie here, and where at the peer."""
         theirs = peer.address["nixl"]
         rows: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]] = []
         for read, span, ids in located:
@@ -150,27 +151,38 @@ class NixlWorker(TcpWorker):
                 rows.append((
                     _starts(group, layer)[part] + mine.offsets(span.ids, read, _itemsize(group)),
                     theirs["starts"][read.group][str(layer)][part] + other.offsets(ids, read, _itemsize(group)), size))
-        self._run(channel, peer, _table(((row[0], row[2]) for row in rows), self._device),
-                  _table(((row[1], row[2]) for row in rows), theirs["device"]), theirs["memory"])
+        return (_table(((row[0], row[2]) for row in rows), self._device),
+                _table(((row[1], row[2]) for row in rows), theirs["device"]))
 
-    def _run(
-        self, channel: Channel, peer: RankCard, mine: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]",
-        memory: str,
-    ) -> None:
+    def _begin(self, peer: RankCard, mine: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]") -> tuple[Any, str]:
+        """The transfer's handle, and its state."""
+        theirs = peer.address["nixl"]
         with self._agents:
             if self._registered is None:
                 raise ChannelClosedError("the cache is closed")
             if peer.rank not in self._remote:
-                metadata = base64.b64decode(peer.address["nixl"]["metadata"])
-                name = self._agent.add_remote_agent(metadata)
+                name = self._agent.add_remote_agent(base64.b64decode(theirs["metadata"]))
                 self._remote[peer.rank] = name.decode() if isinstance(name, bytes) else name
             handle = self._agent.initialize_xfer(
-                "READ", self._agent.get_xfer_descs(mine, self._memory), self._agent.get_xfer_descs(other, memory),
-                self._remote[peer.rank])
+                "READ", self._agent.get_xfer_descs(mine, self._memory),
+                self._agent.get_xfer_descs(other, theirs["memory"]), self._remote[peer.rank])
             state = self._agent.transfer(handle)
             self._under_way.add(handle)
+            return handle, state
+
+    def _end(self, channel: Channel, peer: RankCard, handle: Any, state: str) -> None:
+        """Wait until the transfer has ended, however long that takes, and whether or not the peer has hung up: until
+        then the pages are not free. NIXL tells nobody, it has to be asked; asking is also what moves UCX on."""
+        polls = 0
         try:
-            state = self._end(channel, peer, handle, state)
+            while state == "PROC" and not self._given_up.wait(POLL_S):
+                with self._agents:
+                    state = self._agent.check_xfer_state(handle)
+                polls += 1
+                if polls == int(self.timeout_s / POLL_S):
+                    gone = ", which has hung up," if channel.readable(0) else ""  # unasked it says nothing
+                    logger.warning("NIXL reads from %s%s for more than %g s; the pages are held until it has ended",
+                                   peer.label, gone, self.timeout_s)
         finally:
             with self._agents:
                 if not self._given_up.is_set():
@@ -179,20 +191,6 @@ class NixlWorker(TcpWorker):
                 self._agents.notify_all()
         if state != "DONE":
             raise ChannelClosedError(f"NIXL could not read from {peer.label}: {state}")
-
-    def _end(self, channel: Channel, peer: RankCard, handle: Any, state: str) -> str:
-        """How the transfer ends, however long that takes, and whether or not the peer has hung up: until then the pages
-        are not free. NIXL tells nobody, it has to be asked; asking is also what moves UCX on."""
-        polls = 0
-        while state == "PROC" and not self._given_up.wait(POLL_S):
-            with self._agents:
-                state = self._agent.check_xfer_state(handle)
-            polls += 1
-            if polls == int(self.timeout_s / POLL_S):
-                gone = ", which has hung up," if channel.readable(0) else ""  # unasked it says nothing
-                logger.warning("NIXL reads from %s%s for more than %g s; the pages are held until it has ended",
-                               peer.label, gone, self.timeout_s)
-        return state
 
 
 class Pieces:
