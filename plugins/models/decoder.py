@@ -50,9 +50,7 @@ class DecoderModel(Model):
             axes["mlp"] = c.mlp_size
         if c.experts and sparse:
             axes |= {"expert": c.experts.count, "expert_mlp": c.experts.size}
-        shapes = (
-            GroupShape(c.heads, c.kv_heads, c.head_dim, 0, c.head_dim**-0.5, window)
-            for window in dict.fromkeys(c.windows))
+        shapes = (c.shape(c.heads, c.kv_heads, window) for window in dict.fromkeys(c.windows))
         return ModelFacts(
             c.architecture, c.num_layers, c.hidden_size, c.vocab_size, c.rope.context, axes,
             concurrent=not sparse,  # experts count their tokens
@@ -98,8 +96,7 @@ class DecoderModel(Model):
     def attention_shapes(self, page_sizes: dict[str, int]) -> dict[str, GroupShape]:
         heads = self.mesh.shard("heads", self.config.heads).count
         return {
-            spec.group: GroupShape(
-                heads, spec.kv_heads, spec.head_dim, page_sizes.get(spec.group, 0), spec.head_dim**-0.5, spec.window)
+            spec.group: self.config.shape(heads, spec.kv_heads, spec.window, page_sizes.get(spec.group, 0))
             for spec in self.cache_specs()
         }
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.interfaces.attention import GroupShape
 from hotswap.core.modeling.config_values import positive
 from hotswap.core.modeling.rope import RopeConfig
 
@@ -119,6 +120,10 @@ class DecoderConfig:
     rope: RopeConfig
     windows: tuple[int | None, ...]
     experts: ExpertsConfig | None = None
+
+    def shape(self, heads: int, kv_heads: int, window: int | None, page_size: int = 0) -> GroupShape:
+        """Of the layers with this window, of which a rank has so many heads."""
+        return GroupShape(heads, kv_heads, self.head_dim, page_size, self.head_dim**-0.5, window)
 
     @property
     def layer_costs(self) -> tuple[int, ...]:
