@@ -1,5 +1,6 @@
 """The requests of a run: what a workload may know of the model, and its stream for as long as it is needed."""
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -77,7 +78,7 @@ def endless(workload: Workload, context: WorkloadContext) -> Iterator[WorkItem]:
     own, behind its last request by the mean distance of those before. Turns count as if answers took no time."""
     seed, count, begin = context.seed, 0, 0.0
     while True:
-        first, due = count, list[float]()
+        first, due = count, array("d")  # of every request, since any may be waited for: packed, a pass may not end
         for item in workload.items(replace(context, seed=seed)):
             count += 1
             due.append((item.at or 0.0) if item.after is None else due[item.after] + item.pause)
