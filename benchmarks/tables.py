@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.experiment import real_runs
+from benchmarks.packed import pack, read_packed
 from hotswap.lab.records import Result
 from hotswap.lab.report.overview import render_overview
 
@@ -38,14 +39,14 @@ def keep(folder: Path, into: Path = TECHNIQUES) -> None:
     for old in into.glob(f"*{PACKED}"):
         old.unlink()
     for plain in found:
-        real_runs.pack(plain, into / f"{plain.parent.name}{PACKED}", [folder, folder.resolve(), ROOT])
+        pack(plain, into / f"{plain.parent.name}{PACKED}", [folder, folder.resolve(), ROOT])
 
 
 def kept(folder: Path = TECHNIQUES) -> dict[str, Result]:
     """By the experiment's name, in the order of their files."""
     results = {}
     for file in sorted(folder.glob(f"*{PACKED}")):
-        result = real_runs.read_packed(file)
+        result = read_packed(file)
         results[str(result.experiment.get("name") or file.name.removesuffix(PACKED))] = result
     return results
 

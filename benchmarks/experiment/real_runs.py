@@ -10,7 +10,6 @@ not be installed, since the runs find it through a folder of their own.
 """
 
 import argparse
-import gzip
 import os
 import shutil
 import subprocess
@@ -26,11 +25,14 @@ import yaml
 from hotswap.core.testing.installed import write_metadata
 from hotswap.lab.processes import BUSY_CORES
 from hotswap.lab.records import Outcome, Result
-from hotswap.lab.report import read_result
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
 ROOT = HERE.parents[1]
+if not __package__:  # run as a script
+    sys.path.insert(0, str(ROOT))
+from benchmarks.packed import pack, read_packed  # noqa: E402
+
 PLUGIN = HERE / "slowdown"
 WORKLOAD = {"use": "synthetic", "prompt": 64, "output": 16}
 PACKED = "result.json.gz"
@@ -83,21 +85,6 @@ def run(kind: str, number: int, arm: dict[str, object], minutes: float, out: Pat
         for other in (plain, folder / "records.jsonl", folder / "report.html"):  # of the same samples
             other.unlink()
     return Run(folder, read_packed(folder / PACKED))
-
-
-def pack(plain: Path, into: Path, roots: Sequence[Path]) -> None:
-    """Keep a result with all its samples. Paths in it that lie below one of the ``roots`` begin there."""
-    text = plain.read_text("utf-8")
-    for root in roots:
-        text = text.replace(f"{root}/", "")
-    into.write_bytes(gzip.compress(text.encode(), mtime=0))
-
-
-def read_packed(file: Path) -> Result:
-    with tempfile.TemporaryDirectory() as room:
-        plain = Path(room) / "result.json"
-        plain.write_bytes(gzip.decompress(file.read_bytes()))
-        return read_result(plain)
 
 
 def kept(kind: str, out: Path = DATA) -> list[Run]:

@@ -99,7 +99,7 @@ def test_a_table_is_put_in_its_place_and_what_differs_from_the_data_would_be_see
 def test_runs_on_the_real_engine_have_a_line_each(tables, tmp_path):
     for number, effect in ((1, 0.03), (2, 0.02)):
         folder = tmp_path / "real-power" / f"{number:02}"
-        tables.real_runs.pack(write_report(result("r", effect), folder).data, folder / tables.real_runs.PACKED, [])
+        tables.pack(write_report(result("r", effect), folder).data, folder / tables.real_runs.PACKED, [])
     told = tables.runs(tables.real_runs.kept("power", tmp_path))
     assert "| 01 | 2.0 | 2 | time is over | tpot_p50 worse, step_time worse | +3.00% [+2.00%, +4.00%] |" in told
     assert "| 02 |" in told and told.endswith("2 of 2 runs with any better or worse, 2 with any worse.")
