@@ -99,13 +99,20 @@ class TokenChooser:
         scored = [row for row, new in enumerate(rows.requests) if new.sampling.logprobs is not None]
         if not (processed or scored):
             return self._pick(logits, batch, rows, probs)
-        logits, starts = logits.float(), np.cumsum([0, *rows.widths]).tolist()
+        given, logits, starts = logits, logits.float(), np.cumsum([0, *rows.widths]).tolist()
+        if processed and logits is given:  # it is changed: its peaks tell afterwards what it was
+            given = given.amax(-1, keepdim=True)
         raw = {row: self._raw_rows(logits[starts[row] : starts[row + 1]], names[row]) for row in scored}
         faults = self._process(logits, names, rows, starts) if processed else {}
         choices = self._pick(logits, batch, rows, probs)
-        # What a processor says of logits that are no numbers is not why the row fails.
-        broken = {row for row, fault in choices.errors.items() if fault != NO_TOKEN_LEFT}
-        choices.own.update(row for row in choices.errors.keys() - broken if names[row] in self._wanted)
+        broken = {
+            row for row in choices.errors if names[row] not in self._wanted
+            or not given[starts[row] : starts[row + 1]].amax(-1).isfinite().all()}
+        # What a processor says of logits that were no numbers when it got them is not why the row fails.
+        for row in choices.errors.keys() - broken:
+            choices.own.add(row)
+            if choices.errors[row] != NO_TOKEN_LEFT:
+                choices.errors[row] = self._spoilt(names[row])
         for row, (name, kept) in enumerate(zip(names, choices.kept, strict=True)):
             if row not in choices.errors and row not in faults and (fault := self._accept(name, kept)):
                 faults[row] = fault
@@ -184,6 +191,11 @@ class TokenChooser:
                 logger.exception("%s raised in apply", processor.label)
                 faults |= dict.fromkeys((row.request for row in its_rows), blame(error, processor, "apply"))
         return faults
+
+    def _spoilt(self, request: str) -> str:
+        """What to say where logits are no numbers since processors were applied, none of which has raised."""
+        labels = " or ".join(processor.label for processor in self._wanted[request])
+        return f"{labels} made NaN or infinity of the model's logits"
 
     def _raw_rows(self, logits: torch.Tensor, name: str) -> torch.Tensor:
         """A request's logits, as they are before any processor."""

@@ -65,12 +65,12 @@ def test_a_faulty_row_among_greedy_ones_is_an_error_of_its_own(choose: Choose) -
     assert [found.kept[row] for row in (0, 2)] == [[int(logits[row].float().argmax())] for row in (0, 2)]
 
 
-class Raising(LogitsProcessor):
-    """Raises where it is applied, or excludes every token before it does."""
+class Faulty(LogitsProcessor):
+    """Where it is applied it writes ``value`` over the first row, and raises if it ``raises``."""
 
-    def __init__(self, excludes: bool) -> None:
+    def __init__(self, value: float | None, raises: bool = True) -> None:
         super().__init__()
-        self.excludes = excludes
+        self.value, self.raises = value, raises
 
     def wants(self, request: NewRequest) -> bool:
         return True
@@ -79,20 +79,41 @@ class Raising(LogitsProcessor):
         """Nothing to keep."""
 
     def apply(self, logits: torch.Tensor, rows: Any) -> None:
-        if self.excludes:
-            logits[0] = -torch.inf
-        raise ValueError("planted")
+        if self.value is not None:
+            logits[0] = self.value
+        if self.raises:
+            raise ValueError("planted")
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("excludes", [False, True])
-def test_a_processor_that_raises_over_nan_takes_no_blame_from_the_model(drafts: int, excludes: bool) -> None:
-    chooser = TokenChooser([Raising(excludes)], VOCAB_SIZE, "cpu")
-    news = [NewRequest(str(row), [1, 2, 3], 3, SamplingParams(temperature=0), row) for row in range(2)]
-    for new in news:
-        chooser.begin(new)
-    logits = logits_of(2 * (drafts + 1))
-    logits[drafts + 1, 9] = torch.nan
-    found = chooser.choose(logits, ChoiceRows(news, np.full(2, 3), [[7] * drafts] * 2))
+@pytest.fixture(params=[(drafts, dtype) for drafts in (0, 2) for dtype in (torch.float32, torch.bfloat16)], ids=str)
+def choose_with(request: Any) -> Callable[[LogitsProcessor, float | None], Choices]:
+    """``choose_with(processor, value)``: what becomes of two rows, the second of which has ``value`` from the model."""
+    drafts, dtype = request.param
+
+    def chosen(processor: LogitsProcessor, value: float | None) -> Choices:
+        chooser = TokenChooser([processor], VOCAB_SIZE, "cpu")
+        news = [NewRequest(str(row), [1, 2, 3], 3, SamplingParams(temperature=0), row) for row in range(2)]
+        for new in news:
+            chooser.begin(new)
+        logits = logits_of(2 * (drafts + 1)).to(dtype)
+        if value is not None:
+            logits[drafts + 1, 9] = value
+        return chooser.choose(logits, ChoiceRows(news, np.full(2, 3), [[7] * drafts] * 2))
+
+    return chosen
+
+
+@pytest.mark.parametrize("value", [None, -torch.inf, torch.nan, torch.inf])
+def test_a_processor_that_raises_over_nan_takes_no_blame_from_the_model_nor_gives_it_its_own(
+    choose_with: Any, value: float | None,
+) -> None:
+    found = choose_with(Faulty(value), torch.nan)
     assert "planted" in found.errors[0] and "NaN" in found.errors[1]
+    assert found.own == {0}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_processor_that_makes_nan_of_numbers_without_a_word_is_named(choose_with: Any, value: float) -> None:
+    found = choose_with(Faulty(value, raises=False), None)
+    assert found.errors == {0: "logits_processor:Faulty made NaN or infinity of the model's logits"}
     assert found.own == {0}
