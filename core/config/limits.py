@@ -29,7 +29,7 @@ class Limit(NamedTuple):
 @dataclass(frozen=True)
 class AttentionNeeds:
     """What an attention backend must do, as far as it is known. ``page_size``: tokens, None where the config leaves it
-    open. ``shapes``: of the model's cache groups, None before its checkpoint is open."""
+    open. ``shapes``: of the model's cache groups, None before its checkpoint is open, empty where it does not say."""
 
     device: str
     dtype: str = AUTO

@@ -191,7 +191,8 @@ class Assembly:
 
         config, parts = plan.config, plan.parts
         notes = self.notes if replica.index == 0 else []
-        settings = WorkerSettings.choose(config, self._checkpoint, self._max_model_len, notes)
+        settings = WorkerSettings.of(
+            config, self._checkpoint, self._needs.device, self._needs.dtype, self._max_model_len)
         alone = plan.ranks.world_size == 1 and plan.ranks.across is None
         device, sharers = place(settings.device, replica, alone)
         fraction = settings.memory_fraction / (sharers * self._models.engines)

@@ -146,7 +146,8 @@ def build_engine(
     config, registry = resolved.config, Registry()
     parts = check_config(config, registry)
     opened = open_model(config, registry, progress=progress)
-    needs = _attention_needs(config, opened)
+    chosen = list[str]()
+    needs = _attention_needs(config, opened, chosen)
     if config.attention.use == AUTO:  # chosen before by what the config says
         parts = check_config(config, registry, needs=needs)
     assembly = Assembly(
@@ -156,17 +157,18 @@ def build_engine(
     honoured = frozenset(field for processor in parts.listed("logits_processors") for field in processor.honours)
     return Built(
         engine, assembly.in_order(), resolved, opened.checkpoint, opened.facts, opened.max_model_len, registry,
-        needs, honoured, assembly.fronts, [*parts.notes, *opened.notes, *assembly.notes],
+        needs, honoured, assembly.fronts, [*parts.notes, *opened.notes, *chosen, *assembly.notes],
         [*resolved.warnings, *opened.warnings])
 
 
-def _attention_needs(config: Config, opened: Opened) -> AttentionNeeds:
-    """ConfigError where the device is not there."""
+def _attention_needs(config: Config, opened: Opened, notes: list[str]) -> AttentionNeeds:
+    """With the device and the dtype of all engines; ``notes`` gets each choice with its reason. ConfigError where the
+    device is not there."""
     from hotswap.core.execution.device import choose_device, choose_dtype
 
-    device = choose_device(config.device, [])
+    device = choose_device(config.device, notes)
     return AttentionNeeds(
-        device, choose_dtype(config.dtype, opened.checkpoint.config, device, []), shapes=opened.facts.attention)
+        device, choose_dtype(config.dtype, opened.checkpoint.config, device, notes), shapes=opened.facts.attention)
 
 
 def _open(config: Config, progress: bool) -> "Checkpoint":

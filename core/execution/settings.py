@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hotswap.core.execution.device import choose_device, choose_dtype
 from hotswap.core.execution.static import GraphKey
 
 if TYPE_CHECKING:
@@ -34,12 +33,10 @@ class WorkerSettings:
         object.__setattr__(self, "graphs", tuple(GraphKey(*key) for key in self.graphs))  # from JSON they come as lists
 
     @classmethod
-    def choose(
-        cls, config: "Config", checkpoint: "Checkpoint", max_model_len: int, notes: list[str],
+    def of(
+        cls, config: "Config", checkpoint: "Checkpoint", device: str, dtype: str, max_model_len: int,
     ) -> "WorkerSettings":
-        """Resolve what the config leaves to us; ``notes`` gets each choice with its reason. ConfigError."""
-        device = choose_device(config.device, notes)
-        dtype = choose_dtype(config.dtype, checkpoint.config, device, notes)
+        """What ``config`` says, with the ``device`` and the ``dtype`` that were chosen where it leaves them open."""
         scheduler, threads = config.scheduler, config.execution.num_threads
         return cls(
             dtype, device, max_model_len, scheduler.max_batch_tokens, scheduler.max_running, threads,
