@@ -82,6 +82,11 @@ class Entry:
     value: str
     declared: str | None
 
+    @property
+    def ours(self) -> bool:
+        """Whether hotswap itself brings it."""
+        return same_distribution(self.distribution, "hotswap")
+
     def __str__(self) -> str:
         return f"{self.kind} '{self.name}' of package {self.distribution} {self.version} ({self.value})"
 

@@ -6,27 +6,29 @@ What depends on the checkpoint (its length, its layers, the memory it leaves) is
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
 from hotswap.core.config.components import Components
-from hotswap.core.config.limits import AUTO, AttentionNeeds, attention_limits, lacking, not_taken, placement
+from hotswap.core.config.limits import AUTO, AttentionNeeds, Limit, attention_limits, lacking, not_taken, placement
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, known_keys
-from hotswap.core.errors import ConfigError
+from hotswap.core.errors import BrokenComponentError, ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.deployment import Deployment
 from hotswap.core.interfaces.kv_transfer import HANDOFF
 from hotswap.core.interfaces.parallel import Executor, ShardStrategy
-from hotswap.core.registry import Registry, same_distribution
+from hotswap.core.registry import Entry, Registry
 
 CHOSEN = ("attention", "executor")
 """Kinds of which "auto" chooses one."""
+
+_Answer = TypeVar("_Answer")
 
 
 def check_config(
@@ -63,7 +65,7 @@ def check_config(
     problems += _twice(components)
     problems += _deployments(components)
     problems += _folding(components)
-    problems += _roles(config, registry, components, around)
+    problems += _roles(config, registry, components, around, needs)
     problems += _files(config)
     if "speculator" in built:
         problems += _drafts(config, components.speculator.needs().lookahead)
@@ -146,17 +148,20 @@ def choose_attention(registry: Registry, ref: ComponentRef, needs: AttentionNeed
     """
     kind = needs.device.partition(":")[0]
     ranked, passed = [], []
-    for foreign, name in _installed(registry, AttentionBackend.kind):
-        try:
-            support = registry.build("attention", ComponentRef(use=name, **ref.options), "attention").support()
-        except Exception as error:  # no driver, or a mistake of a stranger's: nobody has named this one
-            message = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            passed.append(f"{name}: {' '.join(message.split())}")
+
+    def fit(backend: AttentionBackend) -> tuple[bool, list[Limit]]:
+        support = backend.support()
+        return support.devices is None, lacking(attention_limits(needs, support))
+
+    for entry, name, answer in _answers(registry, "attention", ref, "attention", fit):
+        if isinstance(answer, ConfigError):
+            passed.append(f"{name}: {' '.join(answer.message.split())}")
             continue
-        if lacks := lacking(attention_limits(needs, support)):
+        general, lacks = answer
+        if lacks:
             passed.append(f"{name} does not take {lacks[0]}")
         else:
-            ranked.append((support.devices is None, foreign, name))
+            ranked.append((general, not entry.ours, name))
     reasons = f" ({'; '.join(passed)})" if passed else ""
     if not ranked:
         raise ConfigError(f"no installed backend does what is needed on {needs.device}{reasons}.", "attention")
@@ -168,35 +173,51 @@ def choose_attention(registry: Registry, ref: ComponentRef, needs: AttentionNeed
     return ComponentRef(use=name, **ref.options), note + reasons
 
 
-def _installed(registry: Registry, kind: str) -> Iterator[tuple[bool, str]]:
-    """(whether another package than hotswap brings it, how a config names it) of every component of ``kind``: with its
-    package where several bring the name, so that no package can take ours out of the choice by its name."""
+def _answers(
+    registry: Registry, kind: str, ref: ComponentRef, path: str, ask: Callable[[Any], _Answer],
+) -> Iterator[tuple[Entry, str, _Answer | ConfigError]]:
+    """(entry, how a config names it, what it answers when it is built with the options of ``ref``, or why it cannot be
+    used here) of every component of ``kind``. It is named with its package where several bring the name, so that no
+    package can take ours out of the choice by its name.
+
+    Nobody has named these: whatever a stranger's raises is why it is passed over. Of hotswap's own only ConfigError is;
+    anything else is a mistake, of which nobody would hear.
+    """
     entries = [entry for entry in registry.entries if entry.kind == kind]
     bringing = Counter(entry.name for entry in entries)
     for entry in entries:
         name = entry.name if bringing[entry.name] == 1 else f"{entry.distribution}:{entry.name}"
-        yield not same_distribution(entry.distribution, "hotswap"), name
+        answer: _Answer | ConfigError
+        try:
+            answer = ask(registry.build(kind, ComponentRef(use=name, **ref.options), path, known_keys()))
+        except ConfigError as error:
+            answer = error
+        except Exception as error:
+            if entry.ours:
+                raise
+            answer = BrokenComponentError(f"{entry} raised {type(error).__name__}: {error}", path)
+        yield entry, name, answer
 
 
 def choose_executor(
     registry: Registry, ref: ComponentRef, components: Mapping[str, Component],
 ) -> tuple[ComponentRef, list[str]]:
     """What ``execution: auto`` means beside ``components``: of the executors that offer what these require the one that
-    offers the least else, hotswap's own before those of other packages. Those that cannot be imported here are passed
+    offers the least else, hotswap's own before those of other packages. Those that cannot be used here are passed
     over. ConfigError where none is left.
     """
     needs = {need.capability: path for path, component in components.items()
              for need in component.describe().requires if need.kinds == ("executor",)}
     ranked, refused = [], []
-    for foreign, name in _installed(registry, Executor.kind):
-        try:
-            named_ref = ComponentRef(use=name, **ref.options)
-            offers = registry.build("executor", named_ref, "execution", known_keys()).describe().offers
-        except ConfigError as error:
-            refused += problems_of(error)
-            continue
-        if needs.keys() <= offers:
-            ranked.append((foreign, len(offers), name))
+
+    def offered(executor: Executor) -> frozenset[str]:
+        return executor.describe().offers
+
+    for entry, name, offers in _answers(registry, "executor", ref, "execution", offered):
+        if isinstance(offers, ConfigError):
+            refused += problems_of(offers)
+        elif needs.keys() <= offers:
+            ranked.append((not entry.ours, len(offers), name))
     if not ranked:
         raise_problems(list(dict.fromkeys(refused)))
         wanted = " and ".join(f"'{need}', which {path} requires" for need, path in needs.items())
@@ -309,6 +330,7 @@ def _folding(components: Components) -> list[Problem]:
 
 def _roles(
     config: Config, registry: Registry, components: Components, around: Sequence[Component],
+    needs: AttentionNeeds | None,
 ) -> list[Problem]:
     """What is wrong with the strategies that a role of a deployment names for itself."""
     problems = []
@@ -320,7 +342,7 @@ def _roles(
                 continue
             try:
                 inner = config.model_copy(update={"parallel": list(role.parallel)})
-                check_config(inner, registry, [*around, deployment])
+                check_config(inner, registry, [*around, deployment], needs)
             except ConfigError as error:
                 problems += [
                     Problem(join(path, role.path) + found.path.removeprefix("parallel"), found.message)

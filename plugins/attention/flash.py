@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.attention import NHD, AttentionBackend, AttentionSupport, BatchLimits, GroupShape
 from hotswap.core.interfaces.component import ComponentOptions
 from hotswap.core.interfaces.layout import BatchLayout, GroupLayout
@@ -107,8 +108,13 @@ class FlashAttention(AttentionBackend):
 
 
 def device_capability() -> Capability | None:
-    """Of the CUDA device in use; None where there is none."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    """Of the CUDA device in use; None where there is none. ConfigError where it cannot be used."""
+    try:
+        return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    except RuntimeError as error:  # taken by others, or broken: the config may name the CPU all the same
+        raise ConfigError(
+            f"the CUDA device cannot be asked what it can do ({str(error).splitlines()[0]}); choose attention torch, "
+            "or mend it", "attention") from error
 
 
 def _visible_pages(window: int, layout: BatchLayout, pages: GroupLayout) -> torch.Tensor:

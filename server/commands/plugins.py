@@ -115,7 +115,7 @@ def doctor(ctx: click.Context, target: str | None, sets: tuple[str, ...], no_kit
 
 def _targets(registry: Registry, target: str | None) -> list[Entry]:
     if target is None:
-        return [entry for entry in registry.entries if entry.distribution != "hotswap"]
+        return [entry for entry in registry.entries if not entry.ours]
     kind, colon, name = target.partition(":")
     if colon:
         return [registry.find(kind, name)]

@@ -154,6 +154,17 @@ def test_without_a_device_or_on_an_old_one_it_is_refused(install):
         FlashAttention().support()
 
 
+def test_a_device_that_cannot_be_asked_is_a_refusal_so_that_auto_takes_another_backend(monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error: the device is busy\nmore of it")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", fail)
+    with pytest.raises(ConfigError, match=r"\(CUDA error: the device is busy\)") as caught:
+        FlashAttention().support()
+    assert caught.value.path == "attention"
+
+
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(flash, "device_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn", None)

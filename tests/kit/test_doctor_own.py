@@ -11,7 +11,7 @@ from hotswap.core.testing.checkpoints import tiny_checkpoint
 from hotswap.server.commands.doctor import Health, Patient, examine
 
 REGISTRY = Registry()
-OWN = [entry for entry in REGISTRY.entries if entry.distribution == "hotswap"]
+OWN = [entry for entry in REGISTRY.entries if entry.ours]
 SAMPLE = {"router:round_robin", "eviction_policy:lru", "shard:expert"}
 GIVEN = {
     "attention:composite": {"prefill": "torch", "decode": "torch"}, "deployment:data": {"replicas": 3},

@@ -53,6 +53,7 @@ PARTS = """
         raise RuntimeError("no driver")
 
     WithoutDriver = concrete(AttentionBackend, support=no_driver)
+    UnableExecutor = concrete(Executor, describe=no_driver)
     FakeSpeculator = concrete(
         Speculator, Options=Draft, needs=lambda self: SpeculatorNeeds(lookahead=self.options.max_draft))
     FakeExecutor = concrete(Executor)

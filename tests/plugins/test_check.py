@@ -13,6 +13,8 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.attention import GroupShape
 from hotswap.core.interfaces.component import ComponentRef
 from hotswap.core.registry import Registry
+from hotswap.plugins.attention.cpu import CPUAttention
+from hotswap.plugins.parallel.inline import InlineExecutor
 
 
 @pytest.fixture
@@ -213,11 +215,25 @@ def test_auto_passes_over_attention_that_lacks_what_the_model_needs(parts, dtype
     assert "unless the model" not in note + fits.notes[0]
 
 
-def test_auto_passes_over_attention_that_raises_when_it_is_asked_and_says_what(check, install):
-    install("driverless", {"hotswap.attention": {"aaa": "parts:WithoutDriver"}})
-    parts = check(attention="auto", device="cpu")
-    assert parts.attention.label == "attention:cpu"
-    assert "aaa: RuntimeError: no driver" in parts.notes[0]
+def test_auto_passes_over_a_stranger_s_part_that_raises_when_it_is_asked_and_says_what(check, install):
+    install("driverless", {
+        "hotswap.attention": {"aaa": "parts:WithoutDriver"}, "hotswap.executor": {"aaa": "parts:UnableExecutor"}})
+    parts = check(attention="auto", execution="auto", device="cpu")
+    assert (parts.attention.label, parts.executor.label) == ("attention:cpu", "executor:inline")
+    package = "package driverless 1.0 (parts:WithoutDriver)"
+    assert f"aaa: attention 'aaa' of {package} raised RuntimeError: no driver" in parts.notes[0]
+
+
+@pytest.mark.parametrize(("section", "part", "method"), [
+    ("attention", CPUAttention, "support"), ("execution", InlineExecutor, "describe"),
+])
+def test_auto_hides_no_mistake_of_a_part_of_ours(check, monkeypatch, section, part, method):
+    def fail(self):
+        raise TypeError("planted")
+
+    monkeypatch.setattr(part, method, fail)
+    with pytest.raises(TypeError, match="planted"):
+        check(device="cpu", **{section: "auto"})
 
 
 @pytest.mark.parametrize("name", ["aaa", "cpu"])
