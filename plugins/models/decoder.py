@@ -224,7 +224,7 @@ class DecoderLayer:
         return x, self.mlp(normed)
 
     def _attention(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2K, D]
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [T, H + 2K, D]
         qk, v = qkv.split_with_sizes((self.heads + self.kv_heads, self.kv_heads), 1)
         if self.q_norm and self.k_norm:
             q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
@@ -232,4 +232,4 @@ class DecoderLayer:
         self.operators.rotate(qk, cos, sin)
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
         y = attend(self.index, q, k, v)
-        return self.out(y.reshape(len(x), -1))
+        return self.out(y.reshape(x.shape[0], -1))

@@ -55,7 +55,7 @@ class TiledLinear:
     def __init__(self, weight: LinearWeight) -> None:
         self._out_features, self._in_features = weight.out_features, weight.in_features
         packed = tiles(dense_parts(weight), weight.out_features, weight.in_features)
-        self._tiles, self._num_tiles = packed[0], len(packed)
+        self._tiles, self._address, self._num_tiles = packed[0], packed[0].data_ptr(), len(packed)
         self._bias: torch.Tensor | None = None
         if weight.bias is not None:
             self._bias = torch.zeros(self._num_tiles * w.TILE)
@@ -67,14 +67,14 @@ class TiledLinear:
         compile_kernels([self._kernel])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        tokens, words = len(x), self._words
+        tokens, words = x.shape[0], self._words  # len() of a tensor takes ten times as long
         out = torch.empty(tokens, self._out_features, dtype=x.dtype)
         x = x if x.stride(1) == 1 else x.contiguous()
         shared = tokens > 1 or not self._alone
         some = max(1, self._num_tiles // (4 * torch.get_num_threads())) if tokens <= FEW_ROWS else 1
         _WORDS.pack_into(
             words.memory, words.skip, *_COUNTERS, words.address, tokens, self._in_features // 2,
-            x.data_ptr(), 2 * x.stride(0), self._tiles.data_ptr(), self._num_tiles, some, MANY_ROWS,
+            x.data_ptr(), 2 * x.stride(0), self._address, self._num_tiles, some, MANY_ROWS,
             *self._bias_words, out.data_ptr(), 2 * self._out_features, self._out_features)
         self._kernel(words.address, shared)
         return out
