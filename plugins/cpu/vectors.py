@@ -26,7 +26,7 @@ LINE = 64
 """Bytes of a cache line."""
 
 
-class _BFloat16(ir.Type):
+class _BFloat16(ir.Type):  # type: ignore[misc]
     """LLVM's type, which llvmlite lacks."""
 
     def _to_string(self):
