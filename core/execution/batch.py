@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hotswap.core.execution.buffers import Resident
-from hotswap.core.execution.layout import IntArray
+from hotswap.core.execution.layout import IntArray, token_positions
 from hotswap.core.interfaces.scheduler import Row
 
 
@@ -37,3 +38,11 @@ class Batch:
     lengths: IntArray
     drafts: Sequence[Sequence[int]]
     draft_probs: list[torch.Tensor | None] | None = None
+
+    def sampled_tokens(self, sampling: IntArray) -> IntArray:
+        """Of the rows ``sampling`` the last known token and the drafts, as places [N] int64 among the step's tokens."""
+        if not len(sampling):
+            return np.zeros(0, np.int64)
+        starts = np.cumsum(self.lengths) - self.lengths
+        widths = self.lengths - self.counts + 1
+        return token_positions(widths[sampling], (starts + self.counts - 1)[sampling])

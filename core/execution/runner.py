@@ -190,15 +190,20 @@ class ModelRunner:
         """What was counted of captured and eager steps since the start."""
         return {event: n for graphs in (self.graphs, self.draft_graphs) if graphs for event, n in graphs.totals.items()}
 
-    def forward(self, inputs: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    def forward(
+        self, inputs: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         """Token ids and positions [T] int64 -> hidden states [T, H], which the next stage gets, and behind them those
-        that the speculator reads."""
+        that the speculator reads. ``wanted`` [N] int64: of these tokens alone."""
         self._took_part = True
         if not self._mesh.is_first:
             width, dtype = self._hidden
             inputs = self._mesh.receive(torch.empty(len(inputs), width, dtype=dtype, device=self._device))
-        if not self._speculation.taps:
-            hidden, given = self._model.forward(inputs, positions, self._cache.attend), []
+        given: list[torch.Tensor] = []
+        if wanted is not None:
+            hidden = self._model.forward_some(inputs, positions, self._cache.attend, wanted)
+        elif not self._speculation.taps:
+            hidden = self._model.forward(inputs, positions, self._cache.attend)
         else:
             taps: dict[str, torch.Tensor | None] = dict.fromkeys(self._speculation.taps)
             hidden = self._model.forward(inputs, positions, self._cache.attend, taps)
@@ -301,7 +306,17 @@ class ModelRunner:
         self._cache.plan(layout)
         tokens = self._table.tokens[np.repeat(batch.slots, lengths), token_positions(lengths, batch.computed)]
         inputs = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
-        return lambda: self.forward(inputs, layout.positions)
+        wanted = self._wanted(batch)
+        return lambda: self.forward(inputs, layout.positions, wanted)
+
+    def _wanted(self, batch: Batch) -> torch.Tensor | None:
+        """The tokens [N] int64 that a head will see, at least one; None: other parts look at hidden states, too."""
+        if not self._mesh.is_last or self._speculation.taps or len(self._scored_prompts(batch)):
+            return None
+        tokens = batch.sampled_tokens(np.flatnonzero(batch.samples))
+        if len(tokens) == batch.lengths.sum():
+            return None
+        return torch.from_numpy(tokens if len(tokens) else np.zeros(1, np.int64)).to(self._device)
 
     def _finish(self, batch: Batch, hidden: torch.Tensor) -> tuple[list[RowVerdict], int]:
         """Choose tokens for the rows that sample, bring the true counts up to date, and report; and how many drafts had
@@ -317,7 +332,7 @@ class ModelRunner:
         starts = np.cumsum(lengths) - lengths
         prompts = self._score_prompts(batch, starts, hidden)
         sampling = np.flatnonzero(batch.samples)
-        choices = self._choose(batch, sampling, starts, hidden)
+        choices = self._choose(batch, sampling, hidden)
         computed[sampling] += np.array(choices.accepted, np.int64)
         self._table.append(batch.slots[sampling], choices.kept)
         self._table.computed[batch.slots] = computed
@@ -326,17 +341,17 @@ class ModelRunner:
             verdicts[i].prompt_logprobs, verdicts[i].prompt_logprobs_from = scored, int(batch.computed[i]) + 1
         return verdicts, choices.distrusted
 
-    def _choose(self, batch: Batch, sampling: IntArray, starts: IntArray, hidden: torch.Tensor) -> Choices:
-        """The head sees the last known token of each row that samples, and its drafts: no other."""
+    def _choose(self, batch: Batch, sampling: IntArray, hidden: torch.Tensor) -> Choices:
+        """The head sees the last known token of each row that samples, and its drafts: no other. ``hidden``: of all
+        tokens, or of those."""
         if not len(sampling):
             return Choices([], [])
         which = sampling.tolist()
         rows = ChoiceRows(
             [batch.residents[i].new for i in which], batch.known[sampling], [batch.drafts[i] for i in which])
-        widths = rows.widths
-        if widths.sum() < len(hidden):
-            index = token_positions(widths, (starts + batch.counts - 1)[sampling])
-            hidden = hidden[torch.from_numpy(index).to(self._device)]
+        tokens = batch.sampled_tokens(sampling)
+        if len(tokens) < len(hidden):
+            hidden = hidden[torch.from_numpy(tokens).to(self._device)]
         probs = batch.draft_probs and [batch.draft_probs[i] for i in which]
         logits = self._model.head(hidden)
         return self._accord.choices(len(which), lambda: self._chooser.choose(logits, rows, probs))
@@ -344,15 +359,20 @@ class ModelRunner:
     def _score_prompts(self, batch: Batch, starts: IntArray, hidden: torch.Tensor) -> dict[int, list[TokenLogprob]]:
         """By row: logprobs of the prompt tokens that this step's tokens predict."""
         scored = {}
-        for i in np.flatnonzero(batch.computed + 1 < self._table.prompts[batch.slots]).tolist():
+        for i in self._scored_prompts(batch):
             resident = batch.residents[i]
             top, first = resident.new.sampling.prompt_logprobs, int(batch.computed[i]) + 1
-            if top is not None:
-                count = min(int(batch.counts[i]), resident.new.prompt_length - first)
-                tokens = self._table.tokens[resident.slot, first : first + count].tolist()
-                rows = hidden[starts[i] : starts[i] + count]
-                scored[i] = prompt_logprobs(rows, tokens, top, self._model.head)
+            assert top is not None, "it is not asked for"
+            count = min(int(batch.counts[i]), resident.new.prompt_length - first)
+            tokens = self._table.tokens[resident.slot, first : first + count].tolist()
+            rows = hidden[starts[i] : starts[i] + count]
+            scored[i] = prompt_logprobs(rows, tokens, top, self._model.head)
         return scored
+
+    def _scored_prompts(self, batch: Batch) -> list[int]:
+        """The rows for which prompt logprobs are asked, and that have tokens which predict some."""
+        within = np.flatnonzero(batch.computed + 1 < self._table.prompts[batch.slots]).tolist()
+        return [i for i in within if batch.residents[i].new.sampling.prompt_logprobs is not None]
 
     def _report(
         self, batch: Batch, sampling: list[int], choices: Choices, computed: list[int],

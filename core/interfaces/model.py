@@ -121,6 +121,13 @@ class Model(Component):
 
         ``taps``: hidden states to give besides, by name; each is put there. Only asked for what ``taps()`` lists."""
 
+    def forward_some(
+        self, inputs: "torch.Tensor", positions: "torch.Tensor", attend: Attend, wanted: "torch.Tensor",
+    ) -> "torch.Tensor":
+        """As :meth:`forward`, of the tokens ``wanted`` [N] alone, at least one: [N, hidden]. A model may leave out what
+        becomes of the others behind its last attention."""
+        return self.forward(inputs, positions, attend)[wanted]
+
     @abstractmethod
     def head(self, rows: "torch.Tensor") -> "torch.Tensor":
         """rows [N, hidden] -> logits [N, V], float32 or of the model's dtype, in a tensor that may be changed."""

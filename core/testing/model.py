@@ -125,6 +125,14 @@ class ModelSuite:
         alone = torch.cat([logits_of(model, part) for part in parts])
         torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
+    def test_some_tokens_hidden_states_are_those_that_all_have(self, checkpoint: Checkpoint) -> None:
+        model, inputs = loaded(self.make_model(), checkpoint), (torch.tensor(IDS), torch.arange(len(IDS)))
+        with torch.inference_mode():
+            everything = model.forward(*inputs, PlainAttention(model))
+            for wanted in ([len(IDS) - 1], [0, 3, 4], list(range(len(IDS)))):
+                some = model.forward_some(*inputs, PlainAttention(model), torch.tensor(wanted))
+                torch.testing.assert_close(some, everything[wanted], atol=1e-5, rtol=1e-5)
+
     def test_engines_of_one_process_may_share_it_where_its_facts_say_so(self, checkpoint: Checkpoint) -> None:
         """Two threads compute at the same time, each layer together; other tokens, at other positions."""
         if not self.make_model().facts(checkpoint.config).concurrent:

@@ -137,14 +137,24 @@ class DecoderModel(Model):
         self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend,
         taps: dict[str, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
-        taps = {} if taps is None else taps
+        return self._forward(inputs, positions, attend, {} if taps is None else taps, None)
+
+    def forward_some(
+        self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._forward(inputs, positions, attend, {}, wanted)
+
+    def _forward(
+        self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, taps: dict[str, torch.Tensor | None],
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
         x = self.embedding(inputs) if self.is_first else inputs
         if "embedding" in taps:
             taps["embedding"] = x
         cos, sin = self.rope(positions)
         delta: torch.Tensor | None = None
         for layer in self.layers:
-            x, delta = layer(x, delta, cos, sin, attend)
+            x, delta = layer(x, delta, cos, sin, attend, wanted if layer is self.layers[-1] else None)
             if taps and (name := f"layer:{layer.index}") in taps:
                 taps[name] = x + delta
         x = x if delta is None else x + delta
@@ -213,13 +223,18 @@ class DecoderLayer:
 
     def __call__(
         self, x: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, attend: Attend,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``delta``: what is still to be added to ``x``, and may be written to; None: nothing. Returns both anew."""
+        """``delta``: what is still to be added to ``x``, and may be written to; None: nothing. Returns both anew.
+        ``wanted``: of these tokens alone."""
         if delta is None:
             normed = self.attention_norm(x)
         else:
             normed, x = self.attention_norm.add(delta, x), delta
-        delta = self._attention(normed, cos, sin, attend)
+        y = self._attention(normed, cos, sin, attend)
+        if wanted is not None:
+            x, y = x[wanted], y[wanted]
+        delta = self.out(y)
         normed, x = self.mlp_norm.add(delta, x), delta
         return x, self.mlp(normed)
 
@@ -231,5 +246,4 @@ class DecoderLayer:
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
         self.operators.rotate(qk, cos, sin)
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
-        y = attend(self.index, q, k, v)
-        return self.out(y.reshape(x.shape[0], -1))
+        return attend(self.index, q, k, v).reshape(x.shape[0], -1)
