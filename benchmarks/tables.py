@@ -12,11 +12,15 @@ holds the pages against the data.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from benchmarks.cpu.figures import Run
+from benchmarks.cpu.table import tables
 from benchmarks.experiment import real_runs
 from benchmarks.packed import pack, read_packed
 from hotswap.lab.records import Result
@@ -25,6 +29,13 @@ from hotswap.lab.report.overview import render_overview
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 TECHNIQUES = HERE / "techniques"
+PEERS = HERE / "results" / "cpu-peers.json"
+"""What ``python benchmarks/cpu --out`` has written."""
+
+BFLOAT16 = ("hotswap", "vllm", "openvino-f16", "llamacpp-bf16")
+BEST_PRECISION = ("hotswap-gguf", "vllm", "openvino-q4_0", "llamacpp-q4_0")
+"""Engines that are compared with the first of them."""
+
 PACKED = ".json.gz"
 NOTHING = "Not measured yet."
 
@@ -59,12 +70,25 @@ def runs(found: Sequence[real_runs.Run]) -> str:
     return f"{machine([run.result for run in found])}\n\n{real_runs.table(found)}" if found else NOTHING
 
 
+def peers(engines: Sequence[str], file: Path = PEERS) -> str:
+    if not file.exists():
+        return NOTHING
+    found = json.loads(file.read_text("utf-8"))
+    runs = [
+        Run(**{key: value for key, value in run.items() if key != "disturbed"})
+        for run in found["runs"] if run["engine"] in engines]
+    return f"{told(found['environment'])}\n\n{tables(runs, engines[0])}"
+
+
 def machine(results: Sequence[Result]) -> str:
     """What they were measured on; once where it was the same."""
-    told = dict.fromkeys(
-        f"{found['cores']} cores of {found['processor']}, torch {found['versions']['torch']}"
-        for found in (result.environment for result in results))
-    return f"Measured on {'; '.join(told)}."
+    return " ".join(dict.fromkeys(told(result.environment) for result in results))
+
+
+def told(environment: Mapping[str, Any]) -> str:
+    return (
+        f"Measured on {environment['cores']} cores of {environment['processor']}, torch "
+        f"{environment['versions']['torch']}.")
 
 
 @dataclass(frozen=True)
@@ -79,6 +103,8 @@ class Table:
 TABLES = (
     Table("techniques", "docs/techniques.md", lambda: techniques(kept())),
     Table("equal arms", "docs/statistics.md", lambda: runs(real_runs.kept("null"))),
+    Table("peers, bfloat16", "docs/benchmarks.md", lambda: peers(BFLOAT16)),
+    Table("peers, best precision", "docs/benchmarks.md", lambda: peers(BEST_PRECISION)),
     Table("slowdown", "docs/statistics.md", lambda: runs(real_runs.kept("power"))),
 )
 

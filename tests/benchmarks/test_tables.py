@@ -13,7 +13,10 @@ from hotswap.lab.records import BlockRecord, Comparison, Outcome, Pair, RequestR
 from hotswap.lab.report import render_table, write_report
 
 ROOT = Path(__file__).parents[2]
-PAGES = [("techniques", "docs/techniques.md"), ("equal arms", "docs/statistics.md"), ("slowdown", "docs/statistics.md")]
+PAGES = [
+    ("techniques", "docs/techniques.md"), ("equal arms", "docs/statistics.md"),
+    ("peers, bfloat16", "docs/benchmarks.md"), ("peers, best precision", "docs/benchmarks.md"),
+    ("slowdown", "docs/statistics.md")]
 
 
 @pytest.fixture
