@@ -164,7 +164,8 @@ def test_a_proposal_that_fails_on_one_rank_is_dropped_and_counted_and_nobody_wai
 @pytest.mark.slow
 def test_collectives_and_bytes_are_as_many_as_on_paper(run, odd):
     """pipeline(2) > tensor(2). Without drafts, in a step of T tokens and N sampling rows: the embedding ends in one
-    all-reduce on the first stage, each layer in two; N rows of half the vocabulary, padded, are gathered on the last.
+    all-reduce on the first stage, each layer in two, the last one of N rows; N rows of half the vocabulary, padded, are
+    gathered on the last.
     Weights and pages follow from the sizes alone."""
     engine = run(odd.config("chunked", "prefix", "none", 1, parallel=[
         {"use": "pipeline", "size": 2, "layers": [3, 2]}, {"use": "tensor", "size": 2}]))
@@ -174,7 +175,7 @@ def test_collectives_and_bytes_are_as_many_as_on_paper(run, odd):
     share = 8 * 3  # accepted, length, token
     first = {"reduce tensor": (steps * 7, tokens * 7 * hidden), "pass on": (steps, tokens * hidden)}
     last = {
-        "receive": (steps, tokens * hidden), "reduce tensor": (steps * 4, tokens * 4 * hidden),
+        "receive": (steps, tokens * hidden), "reduce tensor": (steps * 4, (tokens + steps) * 2 * hidden),
         "gather tensor": (steps, steps * vocab), "share": (steps, steps * share)}
     found = reports(engine)
     assert [report.collectives for report in found] == [first, first, last, last]
