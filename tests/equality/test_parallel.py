@@ -165,8 +165,7 @@ def test_a_proposal_that_fails_on_one_rank_is_dropped_and_counted_and_nobody_wai
 def test_collectives_and_bytes_are_as_many_as_on_paper(run, odd):
     """pipeline(2) > tensor(2). Without drafts, in a step of T tokens and N sampling rows: the embedding ends in one
     all-reduce on the first stage, each layer in two, the last one of N rows; N rows of half the vocabulary, padded, are
-    gathered on the last.
-    Weights and pages follow from the sizes alone."""
+    gathered on the last. Weights and pages follow from the sizes alone."""
     engine = run(odd.config("chunked", "prefix", "none", 1, parallel=[
         {"use": "pipeline", "size": 2, "layers": [3, 2]}, {"use": "tensor", "size": 2}]))
     engine.generate([odd.prompt(9, random.Random(1))], 4)
