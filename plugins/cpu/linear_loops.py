@@ -1,19 +1,27 @@
 """The innermost loops of products with quantised weights; see :mod:`.vectors` for the conventions, and
-:mod:`.linear_words` for how weights lie."""
+:mod:`.linear_words` for how weights and rows lie."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from contextlib import contextmanager, nullcontext
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hotswap.plugins.cpu.linear_words import GROUP, TILE, block_bytes
-from hotswap.plugins.cpu.vectors import F32, I32, I64, Code, number, vector
+from hotswap.plugins.cpu.linear_words import GROUP, MIDDLE, ROW_BYTES, TILE, VECTOR, VECTORS, block_bytes
+from hotswap.plugins.cpu.vectors import BLOCK, F32, I16, I32, I64, LINE, Code, integer, number, vector
 
 WORD = types.int64
 I8 = ir.IntType(8)
 LARGEST = 127.0
+"""Of a row's numbers."""
+
+SMALLEST = 2.0**-119
+"""``LARGEST`` divided by more than this is a float32."""
+
+ROUNDS, ROUNDS_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
 def dots_are_added(context):
@@ -27,7 +35,7 @@ def bytes_of_block(typing, form):
     """Of a tile's group, in a form of weights."""
 
     def generate(context, builder, signature, arguments):
-        return I64(block_bytes(8 if form == types.uint8 else 4))
+        return I64(block_bytes(_bits(form)))
 
     return types.int64(form), generate
 
@@ -42,114 +50,195 @@ def bytes_of(typing, kind):
     return types.int64(kind), generate
 
 
-def _unary(code, name, value):
-    function = cgutils.get_or_insert_function(
-        code.builder.module, ir.FunctionType(value.type, [value.type]), f"llvm.{name}.v{value.type.count}f32")
-    return code.builder.call(function, [value])
+def _bits(form):
+    return 8 if form == types.uint8 else 4
 
 
 @intrinsic
-def shrink(typing, x, size, numbers, scales, sums, kind):
-    """A row in 8 bits: each group's numbers, its scale, and the sum of its numbers times that, float32. The largest
-    magnitude becomes 127. Where a group has NaN or infinity, its scale is none either."""
+def shrink(typing, x, size, numbers, place, rows, form, kind):
+    """A row in 8 bits, the one at ``place`` in a block of ``rows`` that begins at ``numbers``: each group's numbers,
+    its scale, and what the sum of its numbers adds. The largest magnitude becomes 127. Where a group has NaN or
+    infinity, its scale is none either; where it has nothing above ``SMALLEST``, its numbers are zero."""
 
     def generate(context, builder, signature, arguments):
-        x, size, numbers, scales, sums, _ = arguments
+        x, size, numbers, place, rows, *_ = arguments
         code, b = Code(context, builder), builder
-        if code.lanes != TILE:
-            raise RuntimeError(f"tiles are {TILE} lanes wide, and vectors {code.lanes}: see no_kernels")
-        with code.loop(b.udiv(code.add(size, GROUP - 1), I64(GROUP))) as group:
-            first = code.scaled(group, GROUP)
-            halves = []
-            for offset in (0, TILE):
-                begin = code.add(first, offset)
-                halves.append(code.read(
-                    b.add(x, code.scaled(begin, code.size_of(kind))), kind, code.first_lanes(b.sub(size, begin))))
-            low, high = (_unary(code, "fabs", half) for half in halves)
-            peak = code.single(code.greater(low, high), code.greater)
-            wrong = b.fcmp_unordered("uno", *halves)
-            wrong = b.icmp_unsigned("!=", b.bitcast(wrong, ir.IntType(TILE)), ir.IntType(TILE)(0))
-            scale = b.select(wrong, F32(float("nan")), b.fmul(peak, F32(1 / LARGEST)))
-            factor = b.select(b.fcmp_ordered(">", peak, F32(0.0)), b.fdiv(F32(LARGEST), peak), F32(0.0))
-            total = None
-            for offset, half in zip((0, TILE), halves, strict=True):
-                value = b.fmul(half, code.everywhere(factor))
-                for bound, beyond in ((LARGEST, "<"), (-LARGEST, ">")):  # what is no number becomes one
-                    limit = number(bound, TILE)
-                    value = b.select(b.fcmp_ordered(beyond, value, limit), value, limit)
-                whole = b.fptosi(_unary(code, "nearbyint", value), vector(I32, TILE))
-                there = code.add(b.add(numbers, first), offset)
-                b.store(b.trunc(whole, vector(I8, TILE)), code.at(there, vector(I8, TILE)), align=1)
-                total = whole if total is None else b.add(total, whole)
-            count = b.sitofp(code.single(total, b.add), F32)
-            for target, value in ((scales, scale), (sums, b.fmul(scale, count))):
-                b.store(value, code.at(b.add(target, code.scaled(group, 4)), F32), align=4)
+        if code.lanes != VECTOR:
+            raise RuntimeError(f"weights lie in vectors of {VECTOR}, and here are such of {code.lanes}: see no_kernels")
+        own = b.add(numbers, code.scaled(place, GROUP))
+        scales = b.add(numbers, b.add(code.scaled(rows, GROUP), code.scaled(place, 4)))
+        targets = own, scales, b.add(scales, code.scaled(rows, 4))
+        row = _Row(code, x, size, kind, targets, code.scaled(rows, ROW_BYTES), _bits(form))
+        whole = b.udiv(size, I64(BLOCK * GROUP))
+        with code.loop(whole) as i:
+            row.shrink(code.scaled(i, BLOCK), False)
+        done = code.scaled(whole, BLOCK)
+        with b.if_then(b.icmp_signed("<", code.scaled(done, GROUP), size)):
+            row.shrink(done, True)
         return context.get_dummy_value()
 
-    return types.void(WORD, WORD, WORD, WORD, WORD, kind), generate
+    return types.void(WORD, WORD, WORD, WORD, WORD, form, kind), generate
+
+
+class _Row:
+    """Writes code that brings some groups of a row to 8 bits."""
+
+    def __init__(self, code, x, size, kind, targets, stride, bits):
+        """``targets``: of the first group's numbers, scale and sum; the next ones are ``stride`` bytes behind."""
+        self.code, self.x, self.size, self.kind = code, x, size, kind
+        self.targets, self.stride, self.bits = targets, stride, bits
+
+    def shrink(self, group, masked):
+        """``BLOCK`` groups from ``group`` on, or as many as there are."""
+        code, b = self.code, self.code.builder
+        begin = code.scaled(group, GROUP)
+        halves = [[self._read(code.add(begin, i * GROUP + offset), masked) for offset in (0, VECTOR)]
+                  for i in range(BLOCK)]
+        magnitudes = [[b.and_(b.bitcast(half, vector(I32, VECTOR)), integer(0x7FFFFFFF, VECTOR)) for half in pair]
+                      for pair in halves]  # greater ones have greater bits, and NaN and infinity the greatest
+        peaks = code.totals([_larger(code, *pair) for pair in magnitudes], lambda u, v: _larger(code, u, v))
+        wrong = b.icmp_signed(">=", peaks, integer(0x7F800000, BLOCK))
+        peaks = b.bitcast(peaks, vector(F32, BLOCK))
+        scales = b.select(wrong, number(float("nan"), BLOCK), b.fmul(peaks, number(1 / LARGEST, BLOCK)))
+        factors = b.select(
+            b.fcmp_ordered(">", peaks, number(SMALLEST, BLOCK)), b.fdiv(number(LARGEST, BLOCK), peaks),
+            number(0.0, BLOCK))
+        counts = []
+        for i, pair in enumerate(halves):
+            factor = code.pick(factors, factors, [i] * VECTOR)
+            # Where this is added, float32 counts whole numbers: the lowest bits are the number, rounded.
+            whole = [b.bitcast(code.multiply_add(half, factor, number(ROUNDS, VECTOR)), vector(I32, VECTOR))
+                     for half in pair]
+            counts.append(b.add(*whole))
+            with self._there(code.add(group, i), masked) as place:
+                for offset, part in zip((0, VECTOR), whole, strict=True):
+                    target = code.at(code.add(b.add(self.targets[0], place), offset), vector(I8, VECTOR))
+                    b.store(b.trunc(part, vector(I8, VECTOR)), target, align=1)
+        counts = b.sub(code.totals(counts, b.add), integer(GROUP * ROUNDS_BITS & 0xFFFFFFFF, BLOCK))
+        sums = (b.mul(counts, integer(-MIDDLE, BLOCK)) if self.bits == 8
+                else b.fmul(scales, b.sitofp(counts, scales.type)))
+        for i in range(BLOCK):
+            with self._there(code.add(group, i), masked) as place:
+                for target, values in zip(self.targets[1:], (scales, sums), strict=True):
+                    value = b.extract_element(values, I32(i))
+                    b.store(value, code.at(b.add(target, place), value.type), align=4)
+
+    def _read(self, begin, masked):
+        code, b = self.code, self.code.builder
+        mask = code.first_lanes(b.sub(self.size, begin)) if masked else None
+        return code.read(b.add(self.x, code.scaled(begin, code.size_of(self.kind))), self.kind, mask)
+
+    @contextmanager
+    def _there(self, group, masked):
+        """How far behind the first group's place this one's is; code for it is skipped where there is none."""
+        b = self.code.builder
+        with (b.if_then(b.icmp_signed("<", self.code.scaled(group, GROUP), self.size)) if masked else nullcontext()):
+            yield b.mul(group, self.stride)
+
+
+def _larger(code, u, v):
+    return code.builder.select(code.builder.icmp_signed(">", u, v), u, v)
 
 
 @intrinsic(prefer_literal=True)
 def multiply(
-    typing, numbers, scales, sums, groups, weights, bias, out, out_row, count, rows, form, kind,
+    typing, numbers, groups, weights, ahead, ahead_step, apart, bias, out, out_row, count, rows,
+    form, kind,
 ):
-    """``rows`` rows in 8 bits times a tile's weights, plus the bias: ``count`` output features of each row, at most
-    those of a tile, to ``out``, rounded to ``kind``. ``form``: 8-bit numbers if uint8, 4-bit ones if int8.
+    """A block of ``rows`` rows in 8 bits times a tile's weights, plus the bias: ``count`` output features of each row,
+    at most those of the tile, to ``out``, rounded to ``kind``. ``form``: 8-bit numbers if uint8, 4-bit ones if int8.
+
+    With each group, what lies ``apart`` bytes apart from ``ahead`` on is brought near, and ``ahead_step`` is added.
 
     Each row's sums are made in the same order, whatever ``rows`` is: equal input gives equal bits."""
     if not isinstance(rows, types.IntegerLiteral):
         return None
 
     def generate(context, builder, signature, arguments):
-        numbers, scales, sums, groups, weights, bias, out, out_row, count, *_ = arguments
-        code, b, bits = Code(context, builder), builder, 8 if form == types.uint8 else 4
+        numbers, groups, weights, ahead, ahead_step, apart, bias, out, out_row, count, *_ = arguments
+        code, b, bits, n = Code(context, builder), builder, _bits(form), rows.literal_value
         if not dots_are_added(context):
             raise RuntimeError("products of 8-bit numbers need AVX-512 with VNNI: see no_kernels")
-        places = range(rows.literal_value)
-        row_bytes = code.scaled(groups, GROUP), code.scaled(groups, 4)
-        lines = [[b.add(start, code.scaled(size, row)) for start, size in (
-            (numbers, row_bytes[0]), (scales, row_bytes[1]), (sums, row_bytes[1]))] for row in places]
-        totals = [code.variable(code.zero) for _ in places]
-        with code.loop(groups) as group:
-            block = b.add(weights, code.scaled(group, block_bytes(bits)))
-            fours = _fours(code, block, bits)
-            scale, least = (
-                b.fpext(b.load(code.at(code.add(block, TILE * (GROUP * bits // 8 + 2 * i)),
-                                       vector(ir.HalfType(), TILE)), align=2), code.zero.type) for i in (0, 1))
-            dots = [ir.Constant(vector(I32, TILE), None) for _ in places]
-            for k, four in enumerate(fours):
-                for row in places:
-                    there = code.add(b.add(lines[row][0], code.scaled(group, GROUP)), 4 * k)
-                    dots[row] = _add_dots(code, dots[row], four, b.load(code.at(there, I32), align=4))
-            for row in places:
-                own, total = (code.spread(b.add(line, code.scaled(group, 4))) for line in lines[row][1:])
-                value = b.sitofp(dots[row], code.zero.type)
-                found = code.multiply_add(value, b.fmul(scale, own), b.load(totals[row]))
-                b.store(code.multiply_add(least, total, found), totals[row])
-        offset, mask = code.load(bias), code.first_lanes(count)
-        for row in places:
-            code.write(b.fadd(b.load(totals[row]), offset), b.add(out, code.scaled(out_row, row)), kind, mask)
+        entry = b.basic_block
+        body, behind = (b.append_basic_block(f"{name}.{n}") for name in ("groups", "finish"))
+        b.branch(body)
+        b.position_at_end(body)
+        left, block, tile, soon = (b.phi(I64) for _ in range(4))
+        totals = [[b.phi(code.zero.type) for _ in range(VECTORS)] for _ in range(n)]
+        line = soon
+        for _ in range(-(-block_bytes(bits) // LINE)):
+            code.prefetch(line, 2)
+            line = b.add(line, apart)
+        sums = _sums(code, block, tile, n, bits)
+        found = _added(code, block, tile, totals, sums, bits)
+        for value, start, by in (
+                (left, groups, -1), (block, numbers, n * ROW_BYTES), (tile, weights, block_bytes(bits)),
+                (soon, ahead, ahead_step)):
+            value.add_incoming(start, entry)
+            value.add_incoming(code.add(value, by), body)
+        for total, new in zip(sum(totals, []), sum(found, []), strict=True):
+            total.add_incoming(code.zero, entry)
+            total.add_incoming(new, body)
+        b.cbranch(b.icmp_signed(">", left, I64(1)), body, behind)
+        b.position_at_end(behind)
+        for j in range(VECTORS):
+            offset, mask = code.load(code.add(bias, 4 * VECTOR * j)), code.first_lanes(code.add(count, -VECTOR * j))
+            for row in range(n):
+                there = code.add(b.add(out, code.scaled(out_row, row)), VECTOR * j * code.size_of(kind))
+                code.write(b.fadd(found[row][j], offset), there, kind, mask)
         return context.get_dummy_value()
 
-    return types.void(*[WORD] * 9, rows, form, kind), generate
+    return types.void(*[WORD] * 10, rows, form, kind), generate
 
 
-def _fours(code, block, bits):
-    """A group's weights: for every four input features a vector of four bytes for each output feature of the tile."""
-    b, of = code.builder, vector(I8, 4 * TILE)
-    found = []
+def _sums(code, block, tile, n, bits):
+    """Of a group: for each row and tile the sum of the products of their numbers, int32."""
+    b = code.builder
+    start = ir.Constant(vector(I32, VECTOR), None)
+    sums = [[start if bits == 4 else code.everywhere(
+        b.load(code.at(code.add(block, n * (GROUP + 4) + 4 * row), I32), align=4))] * VECTORS for row in range(n)]
     for i in range(GROUP // 4 * bits // 8):
-        raw = b.load(code.at(code.add(block, 4 * TILE * i), of), align=2)
-        if bits == 8:
-            found.append(raw)
-        else:
-            found += [b.and_(raw, ir.Constant(of, [15] * (4 * TILE))), b.lshr(raw, ir.Constant(of, [4] * (4 * TILE)))]
-    return [b.bitcast(each, vector(I32, TILE)) for each in found]
+        for j in range(VECTORS):
+            for at, four in enumerate(_fours(code, code.add(tile, 4 * (TILE * i + VECTOR * j)), bits)):
+                for row in range(n):
+                    word = code.at(code.add(block, GROUP * row + 4 * (i * 8 // bits + at)), I32)
+                    sums[row][j] = _add_dots(code, sums[row][j], four, b.load(word, align=4))
+    return sums
+
+
+def _added(code, block, tile, totals, sums, bits):
+    """``totals`` and what a group adds."""
+    b, n, found = code.builder, len(sums), [list(of_row) for of_row in totals]
+    for j in range(VECTORS):
+        scale, *least = (
+            b.fpext(b.load(code.at(code.add(tile, TILE * (GROUP * bits // 8 + 2 * i) + 2 * VECTOR * j),
+                                   vector(ir.HalfType(), VECTOR)), align=2), code.zero.type)
+            for i in range(2 if bits == 4 else 1))
+        for row in range(n):
+            own = code.spread(code.add(block, n * GROUP + 4 * row))
+            value = b.sitofp(sums[row][j], code.zero.type)
+            found[row][j] = code.multiply_add(value, b.fmul(scale, own), found[row][j])
+            for lowest in least:
+                own_sum = code.spread(code.add(block, n * (GROUP + 4) + 4 * row))
+                found[row][j] = code.multiply_add(lowest, own_sum, found[row][j])
+    return found
+
+
+def _fours(code, address, bits):
+    """Weights, for every four input features a vector of four bytes for each output feature of the tile: of 8-bit
+    numbers one such vector, of 4-bit ones two."""
+    b = code.builder
+    if bits == 8:
+        return [b.load(code.at(address, vector(I32, VECTOR)), align=2)]
+    words = vector(I16, 2 * VECTOR)  # bytes would be shifted by a multiplication
+    raw, low = b.load(code.at(address, words), align=2), integer(0x0F0F, 2 * VECTOR, I16)
+    halves = b.and_(raw, low), b.and_(b.lshr(raw, integer(4, 2 * VECTOR, I16)), low)
+    return [b.bitcast(half, vector(I32, VECTOR)) for half in halves]
 
 
 def _add_dots(code, total, four, word):
     """For each output feature, its four unsigned bytes times the four signed ones in ``word``, added to ``total``."""
-    kind = vector(I32, TILE)
+    kind = vector(I32, VECTOR)
     function = cgutils.get_or_insert_function(
         code.builder.module, ir.FunctionType(kind, [kind] * 3), "llvm.x86.avx512.vpdpbusd.512")
     return code.builder.call(function, [total, four, code.everywhere(word)])

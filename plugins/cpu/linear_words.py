@@ -1,35 +1,64 @@
 """The words of the kernels that multiply with quantised weights: the host fills them in, and the kernels read them, by
 these names.
 
-Weights lie in tiles of ``TILE`` output features, one behind the other. A tile has a block for each ``GROUP`` input
-features: their numbers, of 8 bits or of 4, then a scale and a least value for each output feature, both float16. A
-number q stands for q * scale + least. Four numbers of one output feature, then those of the next one: that is what the
-processor multiplies at once. Where numbers have 4 bits, a byte has two: the high ones are those of the four input
-features behind.
+Weights lie in tiles of ``TILE`` output features, one behind the other, in the order in which they are read. A tile has
+a block for each ``GROUP`` input features: for every four of them, or eight where numbers have 4 bits, the numbers of
+all its output features; then their scales and, of 4-bit numbers, their least values, float16. A number q of 4 bits
+stands for q * scale + least, one of 8 bits for (q - ``MIDDLE``) * scale. Four numbers of one output feature, then those
+of the next one: that is what the processor multiplies at once. Where numbers have 4 bits, a byte has two: the high ones
+are those of the four input features behind.
+
+Rows in 8 bits lie in blocks of ``ROWS``; what is left is a block of two, and one of one. A block has for each group its
+rows' numbers, then for each row the scale, float32, then for each row what the sum of its numbers adds: with weights of
+4 bits that times the scale, float32; with those of 8 bits that times -``MIDDLE``, int32. So all that a product reads of
+them lies in one line.
 
 Strides are in bytes.
 """
 
-TILE = 16
+VECTOR = 16
+"""Output features in a register."""
+
+VECTORS = 3
+"""Of a tile: with ``ROWS`` rows, their sums and totals fill the processor's registers."""
+
+TILE = VECTORS * VECTOR
 
 GROUP = 32
 """Weights of an output feature that share a scale; numbers of a row, too."""
 
+MIDDLE = 128
+"""What stands for zero, of 8-bit weights."""
+
+ROWS = 4
+"""Of a block."""
+
+ROW_BYTES = GROUP + 8
+"""Of a row's group."""
+
+PART = 16
+"""Rows that a thread takes at least, of a tile: a multiple of ROWS."""
+
+PARTS = 4
+"""So many of them are multiplied with all tiles before the next ones: the nearest caches hold them."""
+
 TAKEN, PREPARED, NEXT = 0, 8, 16
 """Counters, each on a cache line of its own: rows that threads have taken to bring to 8 bits, rows that are ready, and
-the next tile that nobody has taken."""
+the next part that nobody has taken."""
 
 (
-    COUNTERS, TOKENS, SIZE, GROUPS,  # where TAKEN is; rows; input features, and groups of them
-    X, X_ROW,
-    NUMBERS, SCALES, SUMS,  # of the rows in 8 bits: [TOKENS, GROUPS * GROUP], and [TOKENS, GROUPS] float32 twice
-    WEIGHTS, TILES, SHARE,  # SHARE: tiles that a thread takes at a time
+    TOKENS, THREADS, X, X_ROW,  # rows; threads that are at it
+    NUMBERS,  # of the rows in 8 bits: [TOKENS, GROUPS, ROW_BYTES] bytes
+    OUT,
+    COUNTERS,  # where TAKEN is; from here on the same for all products of a layer
+    SIZE, GROUPS,  # input features, and groups of them
+    WEIGHTS,
     BIAS,  # float32, for whole tiles
-    OUT, OUT_ROW, OUT_SIZE,
+    OUT_ROW, OUT_SIZE,
     NUM_WORDS,
-) = range(24, 41)  # fmt: skip
+) = range(24, 38)  # fmt: skip
 
 
 def block_bytes(bits: int) -> int:
     """Of a tile's group."""
-    return TILE * (GROUP * bits // 8 + 4)
+    return TILE * (GROUP * bits // 8 + (2 if bits == 8 else 4))

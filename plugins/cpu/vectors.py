@@ -92,11 +92,11 @@ class Code:
     def load(self, address, of=F32, lanes=None):
         return self.builder.load(self.at(address, vector(of, lanes or self.lanes)), align=2 if of is I16 else 4)
 
-    def prefetch(self, address):
-        """Have the cache line at ``address`` brought near."""
+    def prefetch(self, address, locality=3):
+        """Have the cache line at ``address`` brought near: to the nearest cache, or the second one if 2."""
         function = cgutils.get_or_insert_function(
             self.builder.module, ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32]), "llvm.prefetch.p0")
-        self.builder.call(function, [self.builder.inttoptr(address, cgutils.voidptr_t), I32(0), I32(3), I32(1)])
+        self.builder.call(function, [self.builder.inttoptr(address, cgutils.voidptr_t), I32(0), I32(locality), I32(1)])
 
     def store(self, value, address):
         self.builder.store(value, self.at(address, value.type), align=2 if value.type.element is I16 else 4)
@@ -255,8 +255,10 @@ class Code:
 
     # over the lanes
 
-    def totals(self, four):
-        """The sums of four vectors' lanes, in a vector of four."""
+    def totals(self, four, combine=None):
+        """The sums of four vectors' lanes, in a vector of four; or what ``combine`` makes of them, two by two."""
+        combine = combine or self.builder.fadd
+
         def interleave(a, b, pair):
             """Add neighbours, within each four lanes: those ``pair`` apart."""
             n, fours = self.lanes, range(0, self.lanes, 4)
@@ -266,11 +268,11 @@ class Code:
             else:
                 low = [x for f in fours for x in (f, f + 1, n + f, n + f + 1)]
                 high = [x for f in fours for x in (f + 2, f + 3, n + f + 2, n + f + 3)]
-            return self.builder.fadd(self.pick(a, b, low), self.pick(a, b, high))
+            return combine(self.pick(a, b, low), self.pick(a, b, high))
 
         found = interleave(interleave(four[0], four[1], 2), interleave(four[2], four[3], 2), 1)
         while found.type.count > 4:
-            found = self.folded(found, self.builder.fadd)
+            found = self.folded(found, combine)
         return found
 
     def folded(self, value, combine):

@@ -20,7 +20,7 @@ _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 @dataclass(frozen=True)
 class Groups:
     """``numbers`` uint8 [O, I], below 2^``bits``; ``scales``, ``least`` float32 [O, G], of float16's values: a number q
-    stands for q * scale + least."""
+    stands for q * scale + least. Of 8 bits, ``least`` is -128 times the scale."""
 
     numbers: torch.Tensor
     scales: torch.Tensor

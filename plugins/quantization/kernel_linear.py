@@ -2,6 +2,7 @@
 """
 
 import struct
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -10,14 +11,40 @@ from torch.nn import functional
 
 from hotswap.core.modeling.linear import PART_VALUES, tensor_bytes
 from hotswap.plugins.cpu import linear_words as w
+from hotswap.plugins.cpu import memory
 from hotswap.plugins.cpu.team import Kernel, Words, compile_kernels, team_note
 from hotswap.plugins.quantization.grouped import Groups
 from hotswap.plugins.quantization.torch_support import processor_has
 
-_WORDS = struct.Struct(f"{w.COUNTERS}q{w.NUM_WORDS - w.COUNTERS}q")
-_COUNTERS = (0,) * w.COUNTERS
+_LINE = f"q{8 * (w.PREPARED - w.TAKEN) - 8}x"
+_CALL = struct.Struct(f"{3 * _LINE}{w.COUNTERS - w.TOKENS}q")
+"""What changes with each product, behind counters that begin at zero."""
+_LAYER = struct.Struct(f"{w.NUM_WORDS - w.COUNTERS}q")
+
 ALONE = 1 << 15
 """Bytes of weights that one thread multiplies sooner than it finds another."""
+
+KEPT = 1 << 20
+"""Bytes that a thread keeps for its next rows in 8 bits."""
+
+
+class _Scratch(threading.local):
+    """Of each thread its own, for all layers."""
+
+    def __init__(self) -> None:
+        self.memory, self.size = torch.empty(0, dtype=torch.uint8), 0
+
+    def of(self, size: int) -> torch.Tensor:
+        """At least ``size`` bytes."""
+        if size <= self.size:
+            return self.memory
+        found = torch.empty(size, dtype=torch.uint8)
+        if size <= KEPT:
+            self.memory, self.size = found, size
+        return found
+
+
+_scratch = _Scratch()
 
 
 def no_kernels() -> str:
@@ -40,40 +67,45 @@ class KernelLinear:
     def __init__(self, groups: Groups, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         self._out_features, self._in_features = groups.numbers.shape
         self._weights = tiles(groups)
-        self._num_tiles, self._num_groups = self._weights.shape[:2]
-        self._bias = torch.zeros(self._num_tiles * w.TILE)
+        self._bias = torch.zeros(-(-self._out_features // w.TILE) * w.TILE)
         if bias is not None:
             self._bias[: self._out_features] = bias
         self.nbytes = tensor_bytes(self._weights, self._bias)
-        self._words, self._alone = Words(_WORDS.size), self._weights.numel() < ALONE
+        self._row_bytes, self._alone = w.ROW_BYTES * groups.scales.shape[1], self._weights.numel() < ALONE
+        self._words = _LayerWords(
+            self._in_features, groups.scales.shape[1], self._weights.data_ptr(), self._bias.data_ptr(),
+            self._out_features * dtype.itemsize, self._out_features)
         kernels = import_module("hotswap.plugins.cpu.linear_kernels")  # late: it imports numba
         self._kernel: Kernel = getattr(kernels, f"multiply_{groups.bits}_{str(dtype).removeprefix('torch.')}")
         compile_kernels([self._kernel])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        tokens, groups = len(x), self._num_groups
+        tokens, words = x.shape[0], self._words  # len() of a tensor takes ten times as long
         out = torch.empty(tokens, self._out_features, dtype=x.dtype)
         if not tokens:
             return out
         x = x if x.stride(1) == 1 else x.contiguous()
-        scratch = torch.empty(tokens * groups * (w.GROUP + 8), dtype=torch.uint8)
-        numbers, words, itemsize = scratch.data_ptr(), self._words, x.itemsize
-        scales = numbers + tokens * groups * w.GROUP
-        shared = tokens > 1 or not self._alone
-        threads = torch.get_num_threads() if shared else 1
-        _WORDS.pack_into(
-            words.memory, words.skip, *_COUNTERS, words.address, tokens, self._in_features, groups,
-            x.data_ptr(), x.stride(0) * itemsize, numbers, scales, scales + tokens * groups * 4,
-            self._weights.data_ptr(), self._num_tiles, max(1, self._num_tiles // (4 * threads)),
-            self._bias.data_ptr(), out.data_ptr(), self._out_features * itemsize, self._out_features)
+        shared, scratch = tokens > 1 or not self._alone, _scratch.of(tokens * self._row_bytes)
+        _CALL.pack_into(
+            words.memory, words.skip, 0, 0, 0, tokens, torch.get_num_threads() if shared else 1,
+            x.data_ptr(), x.stride(0) * x.itemsize, scratch.data_ptr(), out.data_ptr())
         self._kernel(words.address, shared)
         return out
+
+
+class _LayerWords(Words):
+    """Of each thread its own, with what stays the same."""
+
+    def __init__(self, *layer: int) -> None:
+        super().__init__(8 * w.NUM_WORDS)
+        _LAYER.pack_into(self.memory, self.skip + 8 * w.COUNTERS, self.address, *layer)
 
 
 def tiles(groups: Groups) -> torch.Tensor:
     """uint8 [tiles, G, bytes of a block], as :mod:`hotswap.plugins.cpu.linear_words` says; made some at a time."""
     count, num_groups = -(-len(groups.numbers) // w.TILE), groups.scales.shape[1]
-    packed = torch.empty(count, num_groups, w.block_bytes(groups.bits), dtype=torch.uint8)
+    size = w.block_bytes(groups.bits)
+    packed = memory.empty(count * num_groups * size).view(count, num_groups, size)
     some = max(1, PART_VALUES // (num_groups * w.GROUP * w.TILE))
     for first in range(0, count, some):
         packed[first : first + some] = _some_tiles(groups.rows(slice(first * w.TILE, (first + some) * w.TILE)))
@@ -88,7 +120,7 @@ def _some_tiles(groups: Groups) -> torch.Tensor:
     numbers = numbers.permute(0, 2, 3, 1, 4).flatten(3)  # [tiles, G, 8, TILE * 4]
     if groups.bits == 4:
         numbers = numbers[:, :, 0::2] | (numbers[:, :, 1::2] << 4)
-    rest = [functional.pad(each, (0, 0, 0, more[3])).view(-1, w.TILE, each.shape[1]) for each in (
-        groups.scales, groups.least)]
+    kept = (groups.scales,) if groups.bits == 8 else (groups.scales, groups.least)
+    rest = [functional.pad(each, (0, 0, 0, more[3])).view(-1, w.TILE, each.shape[1]) for each in kept]
     halves = [each.transpose(1, 2).half().contiguous().view(torch.uint8) for each in rest]  # [tiles, G, TILE * 2]
     return torch.cat([numbers.flatten(2), *halves], 2)

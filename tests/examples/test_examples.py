@@ -24,7 +24,7 @@ REFUSED = {"flash": "needs a CUDA device"}
 NEEDS = {"disaggregated_nixl": ("nixl_cu12", "needs the extra nixl")}
 """By example: a package, and why it is skipped without."""
 FRANCE = "What is the capital of France?", "Paris"
-WEEK = "How many days has a week?", "7 days"
+WEEK = "How many days are in a week?", "7 days"
 ASKED = {"int8": WEEK, "int4": WEEK, "gguf": WEEK, "tensor": WEEK}
 """By example: another question than that about France, whose first token is a near tie for a model this small ("The"
 is 0.08 nats ahead of "L" in float32): with activations in 8 bits, or sums of three ranks in bfloat16, it may speak

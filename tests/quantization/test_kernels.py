@@ -1,5 +1,6 @@
 """Kernels of our own: exact but for the rounding of activations, and the same bits for a row wherever it stands."""
 
+import weakref
 from importlib import import_module
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from hotswap.core.testing.quantization import random_blocks, random_rows
 from hotswap.plugins.cpu import linear_words as w
+from hotswap.plugins.cpu import memory
 from hotswap.plugins.cpu.team import Kernel
 from hotswap.plugins.quantization.gguf import FORMATS
 from hotswap.plugins.quantization.grouped import quantize_groups
@@ -43,11 +45,11 @@ def test_products_are_exact_but_for_the_rounding_of_rows(bits, shape, dense):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_company(name, dtype):
     layer = KernelLinear(FORMATS[name].read(random_blocks(name, 200, 512).data), None, dtype)
-    x = random_rows(37, 512, 3).to(dtype)
+    x = random_rows(150, 512, 3).to(dtype)
     together = layer(x)
-    for count in (1, 2, 3, 4, 7, 8, 11, 23):
+    for count in (1, 2, 3, 4, 7, 8, 11, 23, 64, 71):
         assert torch.equal(layer(x[:count]), together[:count])
-        assert torch.equal(layer(x[37 - count :]), together[37 - count :])
+        assert torch.equal(layer(x[150 - count :]), together[150 - count :])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -94,18 +96,33 @@ def test_a_bias_is_added_before_the_sum_is_rounded():
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_tile_is_laid_out_as_its_words_say(bits):
-    groups = quantize_groups(random_rows(20, 64, 1), bits)
+    groups = quantize_groups(random_rows(60, 64, 1), bits)
     packed = tiles(groups)
     assert packed.shape == (2, 2, w.block_bytes(bits))
-    block = packed[1, 1]  # outputs 16 to 19, inputs 32 to 63
-    for output, k in ((0, 0), (3, 7), (2, 4)):
-        four = groups.numbers[16 + output, 32 + 4 * k : 36 + 4 * k]
-        at = (k if bits == 8 else k // 2) * 64 + 4 * output
+    block = packed[1, 1]  # outputs 48 to 59, inputs 32 to 63
+    for output, k in ((0, 0), (3, 7), (2, 4), (11, 5)):
+        four = groups.numbers[48 + output, 32 + 4 * k : 36 + 4 * k]
+        at = (k if bits == 8 else k // 2) * 4 * w.TILE + 4 * output
         raw = block[at : at + 4] if bits == 8 else (block[at : at + 4] >> (4 * (k % 2))) & 15
         assert torch.equal(raw, four)
-    scales = block[16 * 32 * bits // 8 :].view(torch.float16)
-    assert torch.equal(scales[:4].float(), groups.scales[16:, 1])
-    assert torch.equal(scales[16:20].float(), groups.least[16:, 1])
+    scales = block[w.TILE * 32 * bits // 8 :].view(torch.float16)
+    assert torch.equal(scales[:12].float(), groups.scales[48:, 1])
+    if bits == 4:
+        assert torch.equal(scales[w.TILE : w.TILE + 12].float(), groups.least[48:, 1])
+
+
+def test_large_weights_lie_in_large_pages_one_behind_the_other_and_are_given_back(monkeypatch):
+    monkeypatch.setattr(memory, "_chunk", None)  # somebody else may be in it
+    size = memory.LEAST + 1
+    first, second = memory.empty(size), memory.empty(size)
+    assert second.data_ptr() - first.data_ptr() == memory.LEAST + memory.LINE
+    assert first.data_ptr() % memory.LINE == 0
+    own = memory.empty(2 * memory.CHUNK)
+    first.fill_(1), second.fill_(2), own.fill_(3)
+    assert len(own) == 2 * memory.CHUNK and int(first.sum()) == size and int(second.sum()) == 2 * size
+    mapped = weakref.ref(memory._chunk())
+    del first, second, own
+    assert mapped() is None
 
 
 def test_without_the_instructions_nothing_is_compiled_instead_of_the_products(monkeypatch, tmp_path):
@@ -121,10 +138,11 @@ def test_without_the_instructions_nothing_is_compiled_instead_of_the_products(mo
 def test_rows_are_not_brought_to_8_bits_in_vectors_of_another_width_than_tiles(monkeypatch, tmp_path):
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("hotswap.plugins.cpu.vectors.lanes_of", lambda context: 8)
-    shrink, kind = import_module("hotswap.plugins.cpu.linear_loops").shrink, np.float32(0)
+    shrink = import_module("hotswap.plugins.cpu.linear_loops").shrink
+    form, kind = np.int8(0), np.float32(0)
 
     def alone(data):
-        shrink(0, 0, 0, 0, 0, kind)
+        shrink(0, 0, 0, 0, 0, form, kind)
 
-    with pytest.raises(RuntimeError, match="tiles are 16 lanes wide, and vectors 8"):
+    with pytest.raises(RuntimeError, match="vectors of 16, and here are such of 8"):
         Kernel(alone).compile()

@@ -11,7 +11,7 @@ from hotswap.server.llm import LLM
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
 MODEL = "smollm2-135m-instruct"
-BYTES = 193.6e6 if no_kernels() else 208.8e6
+BYTES = 193.6e6 if no_kernels() else 200.4e6
 """In int8, for torch's operators or for our kernels. Its values in bfloat16, each once, are 269 MB."""
 
 
@@ -20,11 +20,12 @@ def test_an_engine_answers_with_it_alone_and_in_a_batch(use):
     config = {
         "model": MODEL, "dtype": "bfloat16", "device": "cpu", "max_model_len": 512, "quantization": use,
         "scheduler": {"max_batch_tokens": 256, "max_running": 16}, "kvcache": {"memory": "128MiB"}}
-    asked = [[{"role": "user", "content": question}] for question in ("How many days has a week?", "What is 2+2?")]
+    questions = "How many days are in a week?", "Name the capital of France."  # no near ties in these answers
+    asked = [[{"role": "user", "content": question}] for question in questions]
     with LLM(config) as llm:
         answers = llm.chat(asked * 5, max_tokens=14, temperature=0)
         answers += [llm.chat(one, max_tokens=14, temperature=0)[0] for one in asked]
-    for answer, word in zip(answers, ["7 days", "is 4"] * 6, strict=True):
+    for answer, word in zip(answers, ["7 days", "Paris"] * 6, strict=True):
         assert word in answer.outputs[0].text, f"{use}: {answer.outputs[0].text}"
 
 
