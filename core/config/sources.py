@@ -1,7 +1,8 @@
 """Where values come from: defaults < file < environment < flags, merged key by key, each key's source remembered.
 
 The environment names a key by its path, ``HOTSWAP_SERVER__PORT=9002``; a flag does so with dots, ``server.port=9003``.
-Their values are YAML, so numbers, lists and ``null`` can be given. A list is replaced as a whole.
+Their values are YAML, so numbers, lists and ``null`` can be given. A mapping is merged with the one before it, as if
+each of its keys had been given alone; a list is replaced as a whole.
 """
 
 import copy
@@ -81,7 +82,7 @@ def load_config(
     warnings = _rename(values, sources)
     layers = [copy.deepcopy(values)]
     for assignments in (_environment(os.environ if environ is None else environ), [_flag(text) for text in sets]):
-        _refuse_both_names({".".join(assignment.path) for assignment in assignments})
+        _refuse_both_names({path for given in assignments for path in _paths(given)})
         for assignment in assignments:
             warnings += _assign(values, sources, assignment)
         layers.append(copy.deepcopy(values))
@@ -93,6 +94,13 @@ def load_config(
         raise_problems([_with_source(problem, sources) for problem in problems])
         raise
     return ResolvedConfig(config, sources, tuple(warnings))
+
+
+def _paths(assignment: Assignment) -> Iterator[str]:
+    path = ".".join(assignment.path)
+    yield path
+    if isinstance(assignment.value, dict):
+        yield from _leaves(assignment.value, path)
 
 
 def _layer(source: str) -> int:
@@ -130,27 +138,52 @@ def _value(text: str, where: str) -> Any:
 
 
 def _assign(values: dict[str, Any], sources: dict[str, str], assignment: Assignment) -> list[str]:
-    """Set one value, replacing what lies at its path. Returns warnings."""
-    path, warnings = _current_path(assignment.path, assignment.source)
-    section = values
-    for depth in range(1, len(path)):
-        section = _section(section, path[:depth], assignment)
-    if isinstance(assignment.value, str) and _names_component(path, section.get(path[-1])):
-        section, path = _section(section, path, assignment), (*path, "use")  # the other keys beside it stay
-    section[path[-1]] = assignment.value
-    dotted = _dotted(path)
+    """Set one value, replacing what lies at its path; a mapping for a mapping does so key by key. Returns warnings."""
+    warnings, placed = [], []
+    for single in _single(values, assignment):
+        path, renamed = _current_path(single.path, single.source)
+        warnings += renamed
+        section = values
+        for depth in range(1, len(path)):
+            section = _section(section, path[:depth], assignment)
+        if isinstance(single.value, str) and _names_component(path, section.get(path[-1])):
+            section, path = _section(section, path, assignment), (*path, "use")  # the other keys beside it stay
+        _make_way(section, sources, _dotted(path), single.source)
+        placed.append((section, path, single.value))
+    for section, path, value in placed:  # behind all the ways, so that a mapping that holds both of a pair is refused
+        section[path[-1]] = value
+        dotted = _dotted(path)
+        for old in [key for key in sources if key.startswith((f"{dotted}.", f"{dotted}["))]:
+            del sources[old]
+        sources |= {dotted: assignment.source}
+    return warnings
+
+
+def _single(values: Mapping[str, Any], assignment: Assignment) -> Iterator[Assignment]:
+    """Of a mapping one assignment a key, where a mapping, a component's bare name or nothing lies at its path; secret
+    mappings count as one value."""
+    path, value, source = assignment
+    there: Any = values
+    for key in path:
+        there = there.get(key) if isinstance(there, dict) else None
+    named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if named and not SECRET_KEY.search(path[-1]) and (isinstance(there, (dict, str)) or (there is None and value)):
+        for key, inner in value.items():
+            yield from _single(values, Assignment((*path, key), inner, source))
+    else:
+        yield assignment
+
+
+def _make_way(section: dict[str, Any], sources: dict[str, str], dotted: str, source: str) -> None:
+    """Take out what a value at ``dotted`` excludes."""
     for pair in ALTERNATIVES:
         if dotted in pair:
             other = pair[1 - pair.index(dotted)]
             section.pop(other.rpartition(".")[2], None)
             sources.pop(other, None)
-    if dotted in ALTERNATIVES[0] and _layer(sources.get("model.revision", "flag")) < _layer(assignment.source):
+    if dotted in ALTERNATIVES[0] and _layer(sources.get("model.revision", "flag")) < _layer(source):
         section.pop("revision", None)  # it was that of another model
         sources.pop("model.revision", None)
-    for old in [key for key in sources if key.startswith((f"{dotted}.", f"{dotted}["))]:
-        del sources[old]
-    sources |= {dotted: assignment.source}
-    return warnings
 
 
 def _names_component(path: tuple[str, ...], value: Any) -> bool:

@@ -69,6 +69,40 @@ def test_a_bare_name_in_a_flag_keeps_the_other_keys_of_its_section():
     assert (scheduler.use, scheduler.max_running) == ("static", 4)
 
 
+@pytest.mark.parametrize("told", [
+    {"sets": ["scheduler={use: chunked, max_chunk: 4}"]},
+    {"environ": {"HOTSWAP_SCHEDULER": "{use: chunked, max_chunk: 4}"}}])
+def test_a_mapping_is_merged_with_the_section_of_the_file_key_by_key(told):
+    file = {"use": "chunked", "max_running": 32, "policy": {"use": "priority", "aging_s": 9.0}}
+    resolved = load_config({"model": "m", "scheduler": file}, **{"environ": {}, **told})
+    assert resolved.config.scheduler.model_dump(exclude_unset=True) == {**file, "max_chunk": 4}
+    assert resolved.source("scheduler.max_running") == "argument"
+    assert resolved.source("scheduler.max_chunk").startswith(("flag", "environment"))
+
+
+def test_of_a_mapping_that_names_another_component_the_former_one_s_options_go():
+    file = {"use": "chunked", "max_running": 32, "max_chunk": 4}
+    resolved = load({"model": "m", "scheduler": file}, "scheduler={use: static, policy: fcfs}")
+    assert resolved.config.scheduler.model_dump(exclude_unset=True) == {
+        "use": "static", "max_running": 32, "policy": "fcfs"}
+    assert "'static' has no such option" in resolved.warnings[0]
+
+
+def test_a_mapping_of_a_flag_takes_the_place_of_what_it_excludes_but_may_not_hold_both():
+    file = {"model": {"name": "a", "revision": "main"}, "kvcache": {"memory": "1GiB"}}
+    config = load(file, "kvcache={num_blocks: 8}", "model={revision: v2, path: /m}").config
+    assert (config.kvcache.memory, config.kvcache.num_blocks) == (None, 8)
+    assert (config.model.source, config.model.revision) == ("/m", "v2")
+    with pytest.raises(ConfigError, match="both give the size"):
+        load(file, "kvcache={num_blocks: 8, memory: 1GiB}")
+
+
+def test_a_mapping_that_holds_secrets_is_replaced_as_a_whole():
+    resolved = load({"model": "m", "server": {"api_keys": {"a": "anna"}}}, "server.api_keys={k: kim}")
+    assert resolved.config.server.api_keys == {"k": "kim"}
+    assert load({"model": "m", "server": {"port": 1}}, "server={host: h}").config.server.port == 1
+
+
 def test_a_flag_reaches_into_a_component_that_the_file_names_barely():
     config = load({"model": "m", "scheduler": {"policy": "fair"}}, "scheduler.policy.weight=3").config
     assert config.scheduler.ref.options == {"policy": {"use": "fair", "weight": 3}}
@@ -231,6 +265,7 @@ def test_an_old_and_a_new_name_in_one_source_are_an_error_in_two_the_later_one_w
         lambda: load(file("model: m\nscheduler: {max_running: 5, max_seqs: 4}\n")),
         lambda: load({"model": "m"}, "scheduler.max_seqs=4", "scheduler.max_running=5"),
         lambda: load({"model": "m"}, "scheduler.max_running=5", "scheduler.max_seqs=4"),
+        lambda: load({"model": "m"}, "scheduler={max_running: 5, max_seqs: 4}"),
         lambda: load({"model": "m"}, HOTSWAP_SCHEDULER__MAX_SEQS="4", HOTSWAP_SCHEDULER__MAX_RUNNING="5"),
     ):
         with pytest.raises(ConfigError, match=r"scheduler.max_seqs: is the old name of 'scheduler.max_running'"):

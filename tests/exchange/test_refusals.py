@@ -36,6 +36,12 @@ def test_a_part_and_a_part_of_it_are_told_apart(resolved):
     assert exchanged(resolved, "scheduler.max_chunk=32") == [("scheduler", "scheduler:chunked", "scheduler:chunked")]
 
 
+def test_a_mapping_changes_nothing_that_it_does_not_name():
+    limited = load_config({**CONFIG, "scheduler": {"use": "chunked", "max_running": 32}}, environ={})
+    new = changed(limited, ["scheduler={use: chunked, max_chunk: 4}"]).config.scheduler
+    assert (new.max_running, new.ref.options) == (32, {"max_chunk": 4})
+
+
 def test_what_serves_already_is_no_difference(resolved):
     assert exchanged(resolved, "scheduler=chunked", "attention=auto", "kvcache.eviction=lru") == []
 
