@@ -7,7 +7,7 @@ label a request, for the provider's books, are accepted.
 from collections.abc import Mapping, Set
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hotswap.core.errors import RequestError
 from hotswap.core.request import SamplingParams
@@ -36,7 +36,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 Id = Annotated[int, Field(ge=0)]
 
 
-class Body(BaseModel):
+class Nullable(BaseModel):
+    """Takes null in a field that need not be given as "not given", as OpenAI's API does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name not in optional}
+
+
+class Body(Nullable):
     """Fields that it does not declare are kept: they are sampling's, or labels, or unsupported, or unknown."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, strict=True)
@@ -70,7 +82,7 @@ class Body(BaseModel):
         return self.model_extra or {}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Nullable):
     model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool = False

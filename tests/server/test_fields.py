@@ -10,6 +10,8 @@ import pytest
 from hotswap.core.config import load_config
 from hotswap.core.engine.build import Built, build_engine
 from hotswap.core.request import SamplingParams
+from hotswap.server.protocol.chat import ChatBody
+from hotswap.server.protocol.completions import CompletionBody
 
 EOS, IM_END = 1, 3
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -132,6 +134,27 @@ EFFECTS: dict[str, Callable[[Client], bool]] = {
     "logprobs": lambda c: len(c.logprobs()) == 12 and not c.choice().logprobs,
     "prompt_logprobs": lambda c: c.has_prompt_logprobs(),
 }
+
+
+NULLABLE = {
+    COMPLETIONS: {name for name in CompletionBody.model_fields if name != "prompt"},
+    CHAT: {name for name in ChatBody.model_fields if name != "messages"}}
+
+
+def test_null_in_a_field_that_need_not_be_given_is_as_if_it_were_not_given(client):
+    told_by_the_client = {"max_tokens", "temperature", "allowed_token_ids", "stream", "return_token_ids"}
+    fields = NULLABLE[client.path] | SamplingParams.model_fields.keys()
+    assert client.text(**dict.fromkeys(fields - told_by_the_client)) == client.text()
+    answer = client.server.post(client.path, {
+        "prompt": "hello", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "stream": None,
+        "return_token_ids": None})
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_null_in_a_stream_s_options_is_no_option(client):
+    if client.stream:
+        assert client.text(stream_options={"include_usage": None}) == client.text()
 
 
 @pytest.mark.parametrize("field", EFFECTS)
