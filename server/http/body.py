@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from hotswap.core.explain import nearest
-from hotswap.server.http.errors import ApiError
+from hotswap.server.http.errors import ApiError, ClientGone
 from hotswap.server.problems import first_problem
 
 logger = logging.getLogger(__name__)
@@ -42,20 +43,23 @@ async def read_body(request: Request, limit: int, model: Callable[[dict[str, Any
 
 async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
-    too_large = declared.isdigit() and int(declared) > limit
+    too_large = ApiError(
+        413, f"The body is larger than the {limit} bytes that this server takes.", code="body_too_large")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large  # it may never come; where it does, the HTTP server throws it away
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        too_large = too_large or size > limit
-        if too_large:
-            chunks.clear()
-            if size > 4 * limit:  # read on a while, so that the client is listening when the answer comes
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                chunks.append(chunk)
+            elif size > 4 * limit:  # read on until then, so that the client is listening when the answer comes
                 break
-        else:
-            chunks.append(chunk)
-    if too_large:
-        raise ApiError(413, f"The body is larger than the {limit} bytes that this server takes.", code="body_too_large")
+    except ClientDisconnect:
+        raise ClientGone from None
+    if size > limit:
+        raise too_large
     return b"".join(chunks)
 
 

@@ -1,8 +1,10 @@
 """Whatever goes wrong, and whatever is sent: an OpenAI error body, and a server that lives."""
 
+import asyncio
 import concurrent.futures
 import json
 import logging
+import socket
 import threading
 
 import httpx
@@ -44,6 +46,31 @@ def test_a_large_body_sent_in_chunks_is_refused_too(start):
     response = server.client.post(
         "/v1/completions", content=(b" " * 400 for _ in range(5)), headers={"content-type": "application/json"})
     assert_error(response, 413)
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                       b"Content-Length: 99999999999\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_client_that_hangs_up_while_it_sends_its_body_is_no_error_of_ours(server, path, caplog):
+    incoming = [{"type": "http.request", "body": b'{"prompt": "h', "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive():
+        return incoming.pop(0)
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "", "scheme": "http",
+             "http_version": "1.1", "headers": [(b"content-type", b"application/json")]}
+    with caplog.at_level(logging.INFO):
+        asyncio.run(server.app(scope, receive, send))
+    assert incoming == []
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("streamed", [False, True])
