@@ -37,7 +37,8 @@ def _refuse(sets: Sequence[str], replica: str | None) -> list["Report"]:
 @dataclass(frozen=True)
 class Served:
     """``vocab_size`` is the width of the logits. ``eos_token_ids`` lie below it. ``sampling_defaults`` hold where a
-    request says nothing. ``describe`` lists the live components, ``install_routes`` lets observers add their routes,
+    request says nothing. ``capacity``: most requests that can run and wait at a time, None where nothing limits them.
+    ``describe`` lists the live components, ``install_routes`` lets observers add their routes,
     ``exchange`` is :meth:`Built.exchange`."""
 
     name: str
@@ -52,6 +53,7 @@ class Served:
     request_options: Mapping[str, type[RequestOptions]] = field(default_factory=dict)
     honoured: frozenset[str] = PROCESSED_FIELDS
     seed: int = 0
+    capacity: int | None = None
     clock: Clock = field(default_factory=SystemClock)
     describe: Callable[[], dict[str, Any]] = dict
     install_routes: Callable[[Any], None] = _nothing
@@ -97,6 +99,7 @@ def served_by(built: "Built") -> Served:
         chat_template=_template(config.server.chat_template) or checkpoint.chat_template,
         sampling_defaults=defaults_of(checkpoint.generation_config) if config.server.generation_config else {},
         request_options=built.request_options, honoured=built.honoured, seed=config.seed,
+        capacity=(config.scheduler.max_running + config.server.max_queue) * max(1, len(built.engine.engines())),
         describe=lambda: {
             "components": built.listing(), "config": built.effective(),
             **({"replica_configs": own} if (own := built.deviations()) else {}),

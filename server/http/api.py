@@ -9,6 +9,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from hotswap.core.config.schema import ServerSection
+from hotswap.core.errors import RequestError
 from hotswap.core.request import SamplingParams
 from hotswap.server.bridge import Bridge, Call
 from hotswap.server.frontend import Caller, Frontend, Prompt, check_count
@@ -104,7 +105,13 @@ class Api:
     def call(
         self, request: Request, body: GenerationBody, call_id: str, prompts: list[Prompt], sampling: SamplingParams,
     ) -> Call:
-        """The engine's requests for a body; not started yet."""
+        """The engine's requests for a body; not started yet. RequestError where they can never fit into it together."""
+        count, capacity = len(prompts) * sampling.n, self.served.capacity
+        if capacity is not None and count > capacity:
+            raise RequestError(
+                f"{len(prompts)} prompts with n {sampling.n} make {count} sequences, but at most {capacity} can run "
+                "and wait here at a time (scheduler.max_running and server.max_queue); ask for them in several calls",
+                "prompt" if len(prompts) > capacity else "n")
         caller = Caller(
             request.state.tenant, self._salt(request.state.tenant, body.cache_salt or ""), body.priority,
             {"request_id": request.state.request_id})

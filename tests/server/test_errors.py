@@ -202,6 +202,19 @@ def test_of_a_call_that_does_not_fit_as_a_whole_nothing_stays(server, engine):
     assert server.complete(n=6).status_code == 200
 
 
+def test_a_call_that_can_never_fit_is_not_told_to_come_again(start, engine):
+    server = start(served={"capacity": 5})
+    for answer, param in (
+        (server.complete(n=6), "n"), (server.chat("x", n=6), "n"), (server.complete(["x"] * 6), "prompt"),
+        (server.complete(["x"] * 2, n=3), "n"),
+    ):
+        error = assert_error(answer, 400)
+        assert error["param"] == param
+        assert "make 6 sequences, but at most 5 can run and wait here at a time" in error["message"]
+    assert engine.requests == []
+    assert server.complete(n=5).status_code == 200
+
+
 # Unknown fields
 
 

@@ -13,13 +13,16 @@ from hotswap.server.frontend import Frontend, derived_seed
 from hotswap.server.served import Served, defaults_of, loaded, served_by
 
 
-def built(tokenizer: Tokenizer, stated: dict[str, object], **server: object) -> SimpleNamespace:
+def built(
+    tokenizer: Tokenizer, stated: dict[str, object], replicas: tuple[int, ...] = (), **server: object,
+) -> SimpleNamespace:
     checkpoint = SimpleNamespace(
         tokenizer=lambda: tokenizer, eos_token_ids=lambda size: frozenset({1}), revision="abc", chat_template="model's",
         generation_config=stated)
     return SimpleNamespace(
         resolved=load_config({"model": "owner/name", "dtype": "float32", "seed": 5, "server": server}, environ={}),
-        engine=None, checkpoint=checkpoint, facts=SimpleNamespace(vocab_size=260), max_model_len=64, request_options={},
+        engine=SimpleNamespace(engines=lambda: replicas), checkpoint=checkpoint,
+        facts=SimpleNamespace(vocab_size=260), max_model_len=64, request_options={},
         listing=list, ranks=list, install_routes=lambda app: None, exchange=lambda sets, replica: [],
         effective=lambda: {"seed": 5}, deviations=dict,
         notes=["a note"], warnings=[], honoured=frozenset())
@@ -55,6 +58,11 @@ def test_names_keys_and_components_come_from_the_config(engine):
     assert (served.cache_key.model_revision, served.cache_key.dtype) == ("abc", "float32")
     assert served.describe()["notes"] == ["a note"]
     assert served_by(built(engine.tokenizer, {}, served_model_name="mine")).name == "mine"
+
+
+def test_what_can_run_and_wait_is_each_replica_s(engine):
+    one, three = (served_by(built(engine.tokenizer, {}, replicas=each, max_queue=44)) for each in ((), (1, 2, 3)))
+    assert (one.capacity, three.capacity) == (300, 900)
 
 
 def test_a_template_file_replaces_the_models(engine, tmp_path):
