@@ -32,7 +32,11 @@ COMPUTED_BY = "its prefix is being computed by "
 
 
 class PlanError(Exception):
-    """A scheduler's plan breaks a rule; the message says which."""
+    """A scheduler's plan breaks a rule; the message says which. ``request``: of the row that does, where one does."""
+
+    def __init__(self, message: str, request: str | None = None) -> None:
+        super().__init__(message)
+        self.request = request
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +126,9 @@ class Context:
     def suspend(self, request_id: str, mode: SuspendMode = SuspendMode.AUTO, reason: str = "no room") -> None:
         state = self._pool.states[request_id]
         if state.status is not RUNNING:
-            raise PlanError(f"suspend({request_id!r}): the request does not run")
+            raise PlanError(f"suspend({request_id!r}): the request does not run", request_id)
         if request_id in self._reserved:
-            raise PlanError(f"suspend({request_id!r}): this plan has reserved room for it")
+            raise PlanError(f"suspend({request_id!r}): this plan has reserved room for it", request_id)
         if self._order is None:
             self._order = list(self._pool.running)
         state.commit(self._kv)
@@ -185,13 +189,13 @@ class Context:
             if state is None or n_tokens > room or drafts > draft_room:
                 raise PlanError(
                     f"row ({request_id!r}, {n_tokens} tokens, {drafts} drafts) is more than what this plan has "
-                    f"reserved for it, {room} tokens and {draft_room} drafts, or is planned twice")
+                    f"reserved for it, {room} tokens and {draft_room} drafts, or is planned twice", request_id)
             if not 0 < n_tokens <= state.ready or drafts and not (
                 0 <= drafts <= state.draft_limit and n_tokens == state.ready
             ):
                 raise PlanError(
                     f"row ({request_id!r}, {n_tokens} tokens, {drafts} drafts): the view allows 1 to {state.ready} "
-                    f"tokens and, behind the last of them, 0 to {state.draft_limit} drafts")
+                    f"tokens and, behind the last of them, 0 to {state.draft_limit} drafts", request_id)
             total += n_tokens + drafts
             states.append(state)
         if total > self.token_budget:

@@ -27,7 +27,8 @@ from hotswap.core.request import FinishReason, OutputSink, Request
 logger = logging.getLogger(__name__)
 
 PLAN_ATTEMPTS = 3
-"""After so many failed plans in a row the live requests end with the scheduler's error: they cannot be served."""
+"""After so many failed plans in a row the request whose row is wrong ends with the scheduler's error, or all live ones
+where it is nobody's in particular: they cannot be served."""
 
 
 class EngineLoop:
@@ -196,7 +197,11 @@ class EngineLoop:
             self.lifecycle.trial.fail(problem)
         elif self.failed_plans >= PLAN_ATTEMPTS and not self.in_flight:
             self.failed_plans = 0
-            self.finish_all(FinishReason.ERROR, problem)
+            culprit = self.pool.states.get(error.request or "") if isinstance(error, PlanError) else None
+            if culprit is None:
+                self.finish_all(FinishReason.ERROR, problem)
+            else:
+                self.lifecycle.finish(culprit, FinishReason.ERROR, problem)
 
     def collect(self) -> None:
         """Wait for the oldest step in flight and apply its verdict."""

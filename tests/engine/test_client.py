@@ -187,6 +187,30 @@ def test_a_scheduler_that_raises_is_named_and_no_page_is_lost(engines: list[Engi
     assert engine.health() is None
 
 
+def test_of_a_plan_that_stays_invalid_only_the_request_of_the_wrong_row_ends(engines: list[Engine]) -> None:
+    scheduler = build("scheduler", "chunked")
+    plan = scheduler.plan
+
+    def greedy(ctx: PlanContext) -> StepPlan:
+        planned = plan(ctx)
+        return StepPlan([row._replace(n_tokens=99) if row.request == "culprit" else row for row in planned.rows])
+
+    scheduler.plan = greedy
+    rig = make_rig(scheduler, wrap_worker=slow)
+    engine = start(engines, rig)
+    before, culprit, beside = Box(), Box(), Box()
+    engine.add(request("before", max_tokens=20), before.sink)
+    engine.add(request("culprit", [4, 5, 6]), culprit.sink)
+    engine.add(request("beside", [7, 8, 9]), beside.sink)
+    assert culprit.reason() is FinishReason.ERROR
+    assert culprit.final is not None
+    assert "made an invalid plan: row ('culprit', 99 tokens" in str(culprit.final.error)
+    assert (before.reason(), beside.reason()) == (FinishReason.LENGTH, FinishReason.LENGTH)
+    assert engine.health() is None
+    engine.call(rig.loop.parts.kv.check)
+    assert rig.loop.parts.kv.usage().held == 0
+
+
 def test_a_request_that_its_queue_policy_cannot_order_ends_and_the_policy_is_named(engines: list[Engine]) -> None:
     class Picky(FirstComeFirstServed):
         def key(self, view: Any, now: float) -> Any:
