@@ -50,8 +50,9 @@ class SamplingParams(BaseModel):
     """Locally typical sampling (Meister et al., 2023); 1: off."""
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
-    """Over prompt and output (Keskar et al., 2019); presence and frequency count the output only."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10.0)] = 1.0
+    """Over prompt and output (Keskar et al., 2019); presence and frequency count the output only. Bounded below, since
+    logits are divided by it."""
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     bad_words: list[str] | None = None

@@ -33,6 +33,9 @@ an accelerator's memory spares."""
 _WIDTHS = (128, 2048)
 """How many of a row's best tokens are tried before all are sorted: sorting 50,000 takes 50 times as long on a CPU."""
 
+_LARGEST_K = 1 << 31
+"""No vocabulary is as large, and a client's number may be too large for any float."""
+
 _COLUMNS = np.dtype([
     ("parameters", np.float64, (5,)), ("seed", np.uint64), ("greedy", np.bool_), ("filtered", np.bool_),
 ])  # fmt: skip
@@ -152,7 +155,7 @@ class SamplingTable:
 
 def _record(params: SamplingParams, seed: int) -> tuple[Any, ...]:
     # Off is infinity: the running sum of a filter that is off stays below its limit whatever the rounding.
-    top_k = float(params.top_k) if params.top_k > 0 else inf
+    top_k = float(min(params.top_k, _LARGEST_K)) if params.top_k > 0 else inf
     top_p, typical_p = (p if p < 1.0 else inf for p in (params.top_p, params.typical_p))
     parameters = (params.temperature, top_k, top_p, params.min_p, typical_p)
     return parameters, seed % 2**64, params.greedy, min(top_k, top_p) < inf

@@ -136,6 +136,22 @@ EFFECTS: dict[str, Callable[[Client], bool]] = {
 }
 
 
+@pytest.mark.parametrize("fields", [
+    {"temperature": 5e-324}, {"temperature": 1e-5}, {"temperature": 100}, {"top_p": 5e-324}, {"typical_p": 5e-324},
+    {"min_p": 5e-324}, {"min_p": 1}, {"top_k": 10**400}, {"presence_penalty": -2}, {"presence_penalty": 2},
+    {"frequency_penalty": -2}, {"frequency_penalty": 2}, {"repetition_penalty": 5e-324}, {"repetition_penalty": 1e-39},
+    {"repetition_penalty": 0.01}, {"repetition_penalty": 10}, {"logit_bias": {"70": -100, "71": 100}},
+], ids=lambda fields: str(fields)[:40])
+def test_no_extreme_of_a_field_is_an_error_of_the_server(built, start, engine, fields):
+    server = start(served={"engine": built.engine, "vocab_size": 260, "max_model_len": 256})
+    coldest = {"temperature": 1e-5, "repetition_penalty": 0.01, "logit_bias": {"72": 100}}
+    for beside in ({}, HOT, coldest):
+        answer = server.complete("hello", **{**beside, "max_tokens": 12, **fields})
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"] == next(iter(fields))
+
+
 NULLABLE = {
     COMPLETIONS: {name for name in CompletionBody.model_fields if name != "prompt"},
     CHAT: {name for name in ChatBody.model_fields if name != "messages"}}
