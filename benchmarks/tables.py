@@ -29,8 +29,8 @@ from hotswap.lab.report.overview import render_overview
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 TECHNIQUES = HERE / "techniques"
-PEERS = HERE / "results" / "cpu-peers.json"
-"""What ``python benchmarks/cpu --out`` has written."""
+PEERS = "cpu-peers*.json"
+"""In ``results``: what ``python benchmarks/cpu --out`` has written, once for each choice of engines and loads."""
 
 BFLOAT16 = ("hotswap", "vllm", "openvino-f16", "llamacpp-bf16")
 BEST_PRECISION = ("hotswap-gguf", "vllm", "openvino-q4_0", "llamacpp-q4_0")
@@ -70,14 +70,19 @@ def runs(found: Sequence[real_runs.Run]) -> str:
     return f"{machine([run.result for run in found])}\n\n{real_runs.table(found)}" if found else NOTHING
 
 
-def peers(engines: Sequence[str], file: Path = PEERS) -> str:
-    if not file.exists():
+def peers(engines: Sequence[str], folder: Path = HERE / "results") -> str:
+    found = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob(PEERS))]
+    if not found:
         return NOTHING
-    found = json.loads(file.read_text("utf-8"))
-    runs = [
-        Run(**{key: value for key, value in run.items() if key != "disturbed"})
-        for run in found["runs"] if run["engine"] in engines]
-    return f"{told(found['environment'])}\n\n{tables(runs, engines[0])}"
+    runs = []
+    for number, one in enumerate(found):
+        for run in one["runs"]:
+            if run["engine"] in engines:
+                run["round"] += 1000 * number  # the first ones of two files are no pair
+                run.pop("disturbed")
+                runs.append(Run(**run))
+    environments = " ".join(dict.fromkeys(told(one["environment"]) for one in found))
+    return f"{environments}\n\n{tables(runs, engines[0])}"
 
 
 def machine(results: Sequence[Result]) -> str:
