@@ -9,7 +9,7 @@ from hotswap.core.config.check import check_config
 from hotswap.core.config.describe import rows
 from hotswap.core.config.json_schema import json_schema
 from hotswap.core.registry import Registry
-from hotswap.server.commands.options import reads_config, warn
+from hotswap.server.commands.options import reads_config, sets_values, warn
 from hotswap.server.commands.table import table
 
 
@@ -47,10 +47,13 @@ def show(config: str, sets: tuple[str, ...], as_json: bool) -> None:
 
 @command.command()
 @click.argument("config", metavar="[CONFIG]", required=False)
+@sets_values
 @click.option("--all", "everything", is_flag=True, help="With the options of every installed component.")
-def schema(config: str | None, everything: bool) -> None:
+def schema(config: str | None, sets: tuple[str, ...], everything: bool) -> None:
     """Print the JSON schema of a config, with the options of the components that CONFIG names."""
     if (config is None) == (not everything):
         raise click.UsageError("give CONFIG or --all.")
-    chosen = None if config is None else load_config(config).config
+    if sets and config is None:
+        raise click.UsageError("--set needs a CONFIG; --all takes every component as it is.")
+    chosen = None if config is None else load_config(config, sets).config
     click.echo(json.dumps(json_schema(Registry(), chosen), indent=2))

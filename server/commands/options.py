@@ -11,13 +11,14 @@ from hotswap.core.config import ResolvedConfig
 Command = Callable[..., Any]
 
 
+sets_values = click.option(
+    "--set", "sets", multiple=True, metavar="KEY=VALUE",
+    help="Set one value, as in --set scheduler.use=continuous; beats the environment and the file.")
+
+
 def reads_config(command: Command) -> Command:
     """Adds the argument CONFIG and the option --set."""
-    command = click.option(
-        "--set", "sets", multiple=True, metavar="KEY=VALUE",
-        help="Set one value, as in --set scheduler.use=continuous; beats the environment and the file.",
-    )(command)
-    return click.argument("config", metavar="CONFIG")(command)
+    return click.argument("config", metavar="CONFIG")(sets_values(command))
 
 
 def warn(resolved: ResolvedConfig) -> None:

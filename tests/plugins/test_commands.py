@@ -168,6 +168,9 @@ def test_config_schema_has_the_options_of_the_named_components(run, file):
     everything = json.dumps(json.loads(run("config", "schema", "--all").output))
     assert "max_draft" in everything and "max_chunk" in everything
     assert run("config", "schema").exit_code == 2
+    assert run("config", "schema", "--all", "--set", "seed=1").exit_code == 2
+    of = {name: run("config", "schema", file(), "--set", f"scheduler={name}").output for name in ("chunked", "static")}
+    assert ["max_chunk" in of[name] for name in of] == [True, False]
 
 
 def test_what_auto_will_choose_is_no_component_whose_options_the_schema_could_have(run, file):
