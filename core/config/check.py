@@ -155,7 +155,8 @@ def choose_attention(registry: Registry, ref: ComponentRef, needs: AttentionNeed
 
     for entry, name, answer in _answers(registry, "attention", ref, "attention", fit):
         if isinstance(answer, ConfigError):
-            passed.append(f"{name}: {' '.join(answer.message.split())}")
+            if not _must_be_told(registry, name, ref):
+                passed.append(f"{name}: {' '.join(answer.message.split())}")
             continue
         general, lacks = answer
         if lacks:
@@ -171,6 +172,16 @@ def choose_attention(registry: Registry, ref: ComponentRef, needs: AttentionNeed
     if needs.shapes is None and others:
         note += f", unless the model needs what it lacks: then {' or '.join(repr(other) for *_, other in others)}"
     return ComponentRef(use=name, **ref.options), note + reasons
+
+
+def _must_be_told(registry: Registry, name: str, ref: ComponentRef) -> bool:
+    """Whether a backend has options without a default, such as its parts, that ``ref`` does not give: "auto" can never
+    choose it, and nobody who reads why need hear of it."""
+    try:
+        fields = registry.load("attention", name).Options.model_fields
+    except ConfigError:
+        return False
+    return any(field.is_required() and option not in ref.options for option, field in fields.items())
 
 
 def _answers(

@@ -252,6 +252,10 @@ def test_a_package_does_not_become_everyone_s_executor_by_the_name_of_its_own(ch
     assert (executor.name, executor.origin.distribution) == ("inline", "hotswap")
 
 
+def test_of_backends_that_auto_can_never_choose_nothing_is_told(check):
+    assert "composite" not in check(attention="auto", device="cpu").notes[0]
+
+
 def test_auto_is_noted(check):
     assert check(attention="auto", device="chip").notes == check(attention="auto", device="chip:1").notes
     assert check(attention="auto", device="chip").attention.label == "attention:chip"
