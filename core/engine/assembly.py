@@ -4,6 +4,7 @@ Without a deployment that is one engine. A deployment leads the config's ``paral
 and gets a factory for each; a factory may start another deployment, since the rest of the list may begin with one.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +37,8 @@ from hotswap.core.registry import Registry
 if TYPE_CHECKING:
     from hotswap.core.execution.builder import SharedModels, WorkerBuilder
     from hotswap.core.modeling.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ class Assembly:
 
     def _allocate(self, config: Config, parts: Components, info: WorkerInfo, ranks: int) -> CachePlan:
         transfer = _transfer(parts)
+        _warn_of_too_much(config, info)
         try:
             plan = divide_memory(config, parts, info, self._max_model_len)
             if transfer is not None:
@@ -291,6 +295,15 @@ def nobody_for(architecture: str, registry: Registry) -> str:
 def _transfer(parts: Components) -> KVTransfer | None:
     """The KV transfer, where it offers to do anything."""
     return parts.kv_transfer if parts.kv_transfer.describe().offers else None
+
+
+def _warn_of_too_much(config: Config, info: WorkerInfo) -> None:
+    """A host gives out more memory than it has, and takes its toll when pages are first written."""
+    asked = config.kvcache.memory
+    if asked is not None and asked > info.free_bytes:
+        logger.warning(
+            "kvcache.memory: %.1f GiB were asked for, more than the %.1f GiB that are free for pages here; the process "
+            "may be ended for want of memory as they fill", asked / 2**30, info.free_bytes / 2**30)
 
 
 def divide_memory(config: Config, parts: Components, info: WorkerInfo, max_model_len: int) -> CachePlan:

@@ -20,8 +20,22 @@ def auto_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def check_device(wanted: str) -> None:
+    """ConfigError for a kind of device that torch does not know. Whether there is one is asked at the start."""
+    if wanted == "auto":
+        return
+    try:
+        torch.device(wanted)
+    except RuntimeError:
+        kind = wanted.partition(":")[0]
+        raise ConfigError(
+            f"there is no kind of device called {kind!r}; give cpu, cuda, one of several such as cuda:1, or auto",
+            "device") from None
+
+
 def choose_device(wanted: str, notes: list[str]) -> str:
     """``wanted``, or what "auto" stands for. ConfigError where ``wanted`` is not there."""
+    check_device(wanted)
     if wanted == "auto":
         device = auto_device()
         notes.append(f"device: {device} (auto: {'a' if device == 'cuda' else 'no'} CUDA device was found)")

@@ -22,7 +22,10 @@ def command() -> None:
 @reads_config
 def check(config: str, sets: tuple[str, ...]) -> None:
     """Say whether CONFIG can work, before any memory is used."""
+    from hotswap.core.execution.device import check_device  # here, since it imports torch
+
     resolved = load_config(config, sets)
+    check_device(resolved.config.device)
     components = check_config(resolved.config, Registry())
     for note in (*resolved.warnings, *components.notes):
         click.echo(f"note: {note}")

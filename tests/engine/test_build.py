@@ -62,6 +62,11 @@ def test_a_revision_of_what_is_no_hub_repository_is_refused(directory):
         assert refusal(model).startswith("model.revision: 'main' was given")
 
 
+def test_a_kind_of_device_that_there_is_not_is_refused_without_torch_s_own_list(directory):
+    assert refusal({"path": str(directory)}, device="gpu").startswith(
+        "device: there is no kind of device called 'gpu'; give cpu, cuda")
+
+
 def test_a_context_longer_than_the_models_is_refused_with_both_numbers(directory):
     assert refusal({"path": str(directory)}, max_model_len=129).startswith(
         "max_model_len: 129 tokens were given, but the model was made for 128")
@@ -93,6 +98,17 @@ def test_pages_that_memory_does_not_hold_are_refused_with_what_to_lower(director
     assert re.match(
         r"kvcache: there is not enough memory for the cache \(.+\); lower kvcache.memory or kvcache.num_blocks",
         refusal({"path": str(directory)}, attention="torch"))
+
+
+def test_more_memory_for_pages_than_is_free_is_warned_of_with_both_numbers(directory, monkeypatch, caplog):
+    monkeypatch.setattr(TorchAttention, "allocate", lambda *arguments: torch.empty(2**50))
+    monkeypatch.setattr("hotswap.core.execution.worker.free_bytes", lambda device: 2**30)
+    for memory, warnings in (("900KiB", 0), ("900GiB", 1)):
+        refusal({"path": str(directory)}, attention="torch", kvcache={"memory": memory},
+                scheduler={"max_running": 2, "max_batch_tokens": 64})
+        told = [record.getMessage() for record in caplog.records if "kvcache.memory" in record.getMessage()]
+        assert len(told) == warnings
+    assert re.search(r"900\.0 GiB were asked for, more than the 0\.\d GiB that are free for pages here", told[0])
 
 
 def test_what_else_fails_while_pages_are_made_is_told_as_it_is(directory, monkeypatch):

@@ -179,6 +179,15 @@ def test_what_auto_will_choose_is_no_component_whose_options_the_schema_could_ha
     assert "stop_timeout_s" not in told.stdout and "max_draft" in told.stdout
 
 
+def test_a_kind_of_device_that_there_is_not_is_refused_in_words_of_our_own(run, file):
+    told = run("config", "check", file(), "--set", "device=gpu")
+    assert told.exit_code == 2
+    assert told.stderr == (
+        "hotswap: device: there is no kind of device called 'gpu'; give cpu, cuda, one of several such as cuda:1, or "
+        "auto\n")
+    assert run("config", "check", file(), "--set", "device=cpu").exit_code == 0
+
+
 @pytest.mark.parametrize("command", [("config", "check"), ("config", "show"), ("config", "schema"), ("serve",)])
 @pytest.mark.parametrize(
     ("changes", "message"),
