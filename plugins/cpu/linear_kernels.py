@@ -46,49 +46,46 @@ def multiply_8_bfloat16(data):
 
 @inlined
 def _multiply(at, form, kind):
-    """One thread: first rows are brought to 8 bits, and when all are, tiles are multiplied with them. Of what is left a
-    thread takes a part, so that shares are large in the beginning, and in the end nobody waits for long."""
-    counters, tokens = at[w.COUNTERS], at[w.TOKENS]
-    while True:
-        first = fetch_add(counters + 8 * w.TAKEN, w.ROWS)
-        if first >= tokens:
-            break
+    """One thread: first rows are brought to 8 bits, and then tiles are multiplied with them: those of its own region,
+    one behind the other, and when there are none left, those of others."""
+    counters, tokens, row_bytes = at[w.COUNTERS], at[w.TOKENS], at[w.GROUPS] * w.ROW_BYTES
+    own, regions = fetch_add(counters + 8 * w.ORDER, 1), min(at[w.THREADS], w.REGIONS)
+    tiles, all_parts = (at[w.OUT_SIZE] + w.TILE - 1) // w.TILE, (tokens + w.PART - 1) // w.PART
+    if all_parts <= w.PARTS:  # what it begins with, while it is busy with rows
+        loops.approach(
+            at[w.WEIGHTS] + tiles * (own % regions) // regions * at[w.GROUPS] * loops.bytes_of_block(form))
+    alone = tokens <= w.FEW  # then it does so for itself: sooner than it would hear from the others
+    numbers = at[w.NUMBERS] + (own * tokens * row_bytes if alone else 0)
+    first = 0 if alone else fetch_add(counters + 8 * w.TAKEN, w.ROWS)
+    while first < tokens:
         count = min(w.ROWS, tokens - first)
-        for token in range(first, first + count):
-            block, rows = _block(token, tokens)
+        for place in range(count):
+            rows = w.ROWS if count == w.ROWS else 2 if place < count // 2 * 2 else 1
+            block = first + place // rows * rows
             loops.shrink(
-                at[w.X] + token * at[w.X_ROW], at[w.SIZE], at[w.NUMBERS] + block * at[w.GROUPS] * w.ROW_BYTES,
-                token - block, rows, form, kind)
-        fetch_add(counters + 8 * w.PREPARED, count)
-    tiles = (at[w.OUT_SIZE] + w.TILE - 1) // w.TILE
-    total = (tokens + w.PART - 1) // w.PART * tiles
-    while True:
-        share = max(1, (total - watch(counters + 8 * w.NEXT)) // (2 * at[w.THREADS]))
-        first = fetch_add(counters + 8 * w.NEXT, share)
-        if first >= total:
-            return
-        while watch(counters + 8 * w.PREPARED) < tokens:  # whoever has the last row is at it
-            pause()
-        for part in range(first, min(first + share, total)):
+                at[w.X] + (first + place) * at[w.X_ROW], at[w.SIZE], numbers + block * row_bytes, place % rows, rows,
+                form, kind)
+        if alone:
+            first += w.ROWS
+        else:
+            fetch_add(counters + 8 * w.PREPARED, count)
+            first = fetch_add(counters + 8 * w.TAKEN, w.ROWS)
+    while not alone and watch(counters + 8 * w.PREPARED) < tokens:  # whoever has the last rows is at it
+        pause()
+    for i in range(regions):
+        region = (own + i) % regions
+        begin, end = all_parts * tiles * region // regions, all_parts * tiles * (region + 1) // regions
+        while True:
+            part = begin + fetch_add(counters + 8 * (w.NEXT + 8 * region), 1)
+            if part >= end:
+                break
             chunk = part // (tiles * w.PARTS)
-            parts = min(w.PARTS, (tokens + w.PART - 1) // w.PART - chunk * w.PARTS)
-            place = part - chunk * tiles * w.PARTS
-            _part(at, place // parts, (chunk * w.PARTS + place % parts) * w.PART, form, kind)
+            parts, place = min(w.PARTS, all_parts - chunk * w.PARTS), part - chunk * tiles * w.PARTS
+            _part(at, numbers, place // parts, (chunk * w.PARTS + place % parts) * w.PART, form, kind)
 
 
 @inlined
-def _block(token, tokens):
-    """The first row of the block that has this one, and how many rows it has."""
-    whole = tokens // w.ROWS * w.ROWS
-    if token < whole:
-        return token // w.ROWS * w.ROWS, w.ROWS
-    if tokens - whole >= 2 and token < whole + 2:
-        return whole, 2
-    return token, 1
-
-
-@inlined
-def _part(at, tile, token, form, kind):
+def _part(at, numbers, tile, token, form, kind):
     """Some rows times a tile's weights. Meanwhile the next tile's come near, a piece with each block of rows."""
     tokens, groups, size = at[w.TOKENS], at[w.GROUPS], loops.bytes_of_block(form)
     count = min(w.TILE, at[w.OUT_SIZE] - tile * w.TILE)
@@ -103,18 +100,17 @@ def _part(at, tile, token, form, kind):
         ahead += (size + (token - chunk) // w.ROWS * ahead_step) * groups
     end = min(token + w.PART, tokens)
     while token < end:
-        _, rows = _block(token, tokens)
-        numbers, target = at[w.NUMBERS] + token * groups * w.ROW_BYTES, out + token * at[w.OUT_ROW]
-        if rows == 4:
+        block, target, left = numbers + token * groups * w.ROW_BYTES, out + token * at[w.OUT_ROW], end - token
+        if left >= 4:
             loops.multiply(
-                numbers, groups, weights, ahead, ahead_step, apart, bias, target, at[w.OUT_ROW], count, 4,
-                form, kind)
-        elif rows == 2:
+                block, groups, weights, ahead, ahead_step, apart, bias, target, at[w.OUT_ROW], count, 4, form, kind)
+            rows = 4
+        elif left >= 2:
             loops.multiply(
-                numbers, groups, weights, ahead, ahead_step, apart, bias, target, at[w.OUT_ROW], count, 2,
-                form, kind)
+                block, groups, weights, ahead, ahead_step, apart, bias, target, at[w.OUT_ROW], count, 2, form, kind)
+            rows = 2
         else:
             loops.multiply(
-                numbers, groups, weights, ahead, ahead_step, apart, bias, target, at[w.OUT_ROW], count, 1,
-                form, kind)
+                block, groups, weights, ahead, ahead_step, apart, bias, target, at[w.OUT_ROW], count, 1, form, kind)
+            rows = 1
         token, ahead = token + rows, ahead + ahead_step * groups

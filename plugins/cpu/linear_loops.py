@@ -21,6 +21,8 @@ LARGEST = 127.0
 SMALLEST = 2.0**-119
 """``LARGEST`` divided by more than this is a float32."""
 
+FIRST_LINES = 32
+
 ROUNDS, ROUNDS_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
@@ -52,6 +54,19 @@ def bytes_of(typing, kind):
 
 def _bits(form):
     return 8 if form == types.uint8 else 4
+
+
+@intrinsic
+def approach(typing, address):
+    """Have the first lines at ``address`` brought near. What reads on from there, the processor follows by itself."""
+
+    def generate(context, builder, signature, arguments):
+        code = Code(context, builder)
+        for line in range(FIRST_LINES):
+            code.prefetch(code.add(arguments[0], LINE * line))
+        return context.get_dummy_value()
+
+    return types.void(WORD), generate
 
 
 @intrinsic

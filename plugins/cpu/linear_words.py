@@ -42,21 +42,34 @@ PART = 16
 PARTS = 4
 """So many of them are multiplied with all tiles before the next ones: the nearest caches hold them."""
 
-TAKEN, PREPARED, NEXT = 0, 8, 16
-"""Counters, each on a cache line of its own: rows that threads have taken to bring to 8 bits, rows that are ready, and
-the next part that nobody has taken."""
+FEW = 8
+"""Up to so many rows each thread brings to 8 bits for itself."""
+
+REGIONS = 16
+"""A thread begins with a region of its own of what is to be multiplied, which has no more than so many; it lies in one
+piece, since finding another place in memory takes longer than reading on."""
 
 (
+    ORDER,  # threads that have begun
     TOKENS, THREADS, X, X_ROW,  # rows; threads that are at it
-    NUMBERS,  # of the rows in 8 bits: [TOKENS, GROUPS, ROW_BYTES] bytes
+    NUMBERS,  # of the rows in 8 bits: [TOKENS, GROUPS, ROW_BYTES] bytes; up to FEW rows, one such for each thread
     OUT,
-    COUNTERS,  # where TAKEN is; from here on the same for all products of a layer
+) = range(7)  # fmt: skip
+"""What changes with each product, on one cache line, which another core gets at once."""
+
+TAKEN, PREPARED, NEXT, LAYER = 8, 16, 24, 24 + 8 * REGIONS
+"""Counters, each on a cache line of its own: rows that threads have taken to bring to 8 bits, rows that are ready, and
+of each region what has been taken of it. They and ORDER begin at zero."""
+
+(
+    COUNTERS,  # where ORDER is
     SIZE, GROUPS,  # input features, and groups of them
     WEIGHTS,
     BIAS,  # float32, for whole tiles
     OUT_ROW, OUT_SIZE,
     NUM_WORDS,
-) = range(24, 38)  # fmt: skip
+) = range(LAYER, LAYER + 8)  # fmt: skip
+"""What stays the same."""
 
 
 def block_bytes(bits: int) -> int:

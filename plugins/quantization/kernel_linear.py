@@ -16,13 +16,12 @@ from hotswap.plugins.cpu.team import Kernel, Words, compile_kernels, team_note
 from hotswap.plugins.quantization.grouped import Groups
 from hotswap.plugins.quantization.torch_support import processor_has
 
-_LINE = f"q{8 * (w.PREPARED - w.TAKEN) - 8}x"
-_CALL = struct.Struct(f"{3 * _LINE}{w.COUNTERS - w.TOKENS}q")
-"""What changes with each product, behind counters that begin at zero."""
-_LAYER = struct.Struct(f"{w.NUM_WORDS - w.COUNTERS}q")
+_CALL = struct.Struct(f"7q{8 * (w.LAYER - 7)}x")
+"""What changes with each product, before counters that begin at zero."""
+_LAYER = struct.Struct(f"{w.NUM_WORDS - w.LAYER}q")
 
 ALONE = 1 << 15
-"""Bytes of weights that one thread multiplies sooner than it finds another."""
+"""Bytes of weights, times rows, that one thread multiplies sooner than it finds another."""
 
 KEPT = 1 << 20
 """Bytes that a thread keeps for its next rows in 8 bits."""
@@ -71,7 +70,7 @@ class KernelLinear:
         if bias is not None:
             self._bias[: self._out_features] = bias
         self.nbytes = tensor_bytes(self._weights, self._bias)
-        self._row_bytes, self._alone = w.ROW_BYTES * groups.scales.shape[1], self._weights.numel() < ALONE
+        self._row_bytes, self._size = w.ROW_BYTES * groups.scales.shape[1], self._weights.numel()
         self._words = _LayerWords(
             self._in_features, groups.scales.shape[1], self._weights.data_ptr(), self._bias.data_ptr(),
             self._out_features * dtype.itemsize, self._out_features)
@@ -80,15 +79,18 @@ class KernelLinear:
         compile_kernels([self._kernel])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        tokens, words = x.shape[0], self._words  # len() of a tensor takes ten times as long
-        out = torch.empty(tokens, self._out_features, dtype=x.dtype)
+        words, (tokens, _), (row, column) = self._words, x.shape, x.stride()  # quicker than asking one by one
+        out = x.new_empty(tokens, self._out_features)
         if not tokens:
             return out
-        x = x if x.stride(1) == 1 else x.contiguous()
-        shared, scratch = tokens > 1 or not self._alone, _scratch.of(tokens * self._row_bytes)
+        if column != 1:
+            x, row = x.contiguous(), self._in_features
+        shared = tokens * self._size > ALONE
+        threads = torch.get_num_threads() if shared else 1
+        scratch = _scratch.of(tokens * self._row_bytes * (threads if tokens <= w.FEW else 1))
         _CALL.pack_into(
-            words.memory, words.skip, 0, 0, 0, tokens, torch.get_num_threads() if shared else 1,
-            x.data_ptr(), x.stride(0) * x.itemsize, scratch.data_ptr(), out.data_ptr())
+            words.memory, words.skip, 0, tokens, threads, x.data_ptr(), row * x.itemsize, scratch.data_ptr(),
+            out.data_ptr())
         self._kernel(words.address, shared)
         return out
 
@@ -98,7 +100,7 @@ class _LayerWords(Words):
 
     def __init__(self, *layer: int) -> None:
         super().__init__(8 * w.NUM_WORDS)
-        _LAYER.pack_into(self.memory, self.skip + 8 * w.COUNTERS, self.address, *layer)
+        _LAYER.pack_into(self.memory, self.skip + 8 * w.LAYER, self.address, *layer)
 
 
 def tiles(groups: Groups) -> torch.Tensor:
