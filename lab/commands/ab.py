@@ -36,7 +36,8 @@ SHORT = {
               "One arm is compared with the base as it is; of several, the others with the first.")
 @click.option("--url", "urls", multiple=True, help="An arm that is a server with OpenAI's routes and the base's model.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="The folder for records and report.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="No longer than this; by default the experiment's own, or 10.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True),
+              help="No longer than this; by default the experiment's own, or 10.")
 @click.pass_context
 def command(
     ctx: click.Context, source: Path, arms: tuple[str, ...], urls: tuple[str, ...], out: Path | None,
