@@ -14,7 +14,6 @@ import numpy as np
 
 from hotswap.plugins.cpu import linear_loops as loops
 from hotswap.plugins.cpu import linear_words as w
-from hotswap.plugins.cpu.linear_rows import shrink
 from hotswap.plugins.cpu.machine import fetch_add, inlined, pause, watch, words
 from hotswap.plugins.cpu.team import Kernel
 
@@ -49,11 +48,12 @@ def multiply_8_bfloat16(data):
 def _multiply(at, form, kind):
     """One thread: first rows are brought to 8 bits, and then tiles are multiplied with them: those of its own region,
     one behind the other, and when there are none left, those of others."""
-    counters, tokens, row_bytes = at[w.COUNTERS], at[w.TOKENS], at[w.ROW_BYTES]
+    counters, tokens, row_bytes = at[w.COUNTERS], at[w.TOKENS], at[w.GROUPS] * w.ROW_BYTES
     own, regions = fetch_add(counters + 8 * w.ORDER, 1), min(at[w.THREADS], w.REGIONS)
     tiles, all_parts = (at[w.OUT_SIZE] + w.TILE - 1) // w.TILE, (tokens + w.PART - 1) // w.PART
     if all_parts <= w.PARTS:  # what it begins with, while it is busy with rows
-        loops.approach(at[w.WEIGHTS] + tiles * (own % regions) // regions * at[w.TILE_BYTES])
+        loops.approach(
+            at[w.WEIGHTS] + tiles * (own % regions) // regions * at[w.GROUPS] * loops.bytes_of_block(form))
     alone = tokens <= w.FEW  # then it does so for itself: sooner than it would hear from the others
     numbers = at[w.NUMBERS] + (own * tokens * row_bytes if alone else 0)
     first = 0 if alone else fetch_add(counters + 8 * w.TAKEN, w.ROWS)
@@ -62,9 +62,9 @@ def _multiply(at, form, kind):
         for place in range(count):
             rows = w.ROWS if count == w.ROWS else 2 if place < count // 2 * 2 else 1
             block = first + place // rows * rows
-            shrink(
+            loops.shrink(
                 at[w.X] + (first + place) * at[w.X_ROW], at[w.SIZE], numbers + block * row_bytes, place % rows, rows,
-                at[w.BETWEEN] + own * at[w.SHRINK_BYTES], form, kind)
+                form, kind)
         if alone:
             first += w.ROWS
         else:
@@ -87,20 +87,20 @@ def _multiply(at, form, kind):
 @inlined
 def _part(at, numbers, tile, token, form, kind):
     """Some rows times a tile's weights. Meanwhile the next tile's come near, a piece with each block of rows."""
-    tokens, groups, size = at[w.TOKENS], at[w.GROUPS], at[w.TILE_BYTES]
+    tokens, groups, size = at[w.TOKENS], at[w.GROUPS], loops.bytes_of_block(form)
     count = min(w.TILE, at[w.OUT_SIZE] - tile * w.TILE)
-    weights = at[w.WEIGHTS] + tile * size
+    weights = at[w.WEIGHTS] + tile * size * groups
     bias = at[w.BIAS] + tile * w.TILE * 4
     out = at[w.OUT] + tile * w.TILE * loops.bytes_of(kind)
     chunk = token // (w.PART * w.PARTS) * w.PART * w.PARTS
     rows = min(w.PART * w.PARTS, tokens - chunk)
     blocks = rows // w.ROWS + (rows % w.ROWS + 1) // 2
-    ahead_step, apart, ahead = size // (groups * blocks), 64 // blocks, weights
+    ahead_step, apart, ahead = size // blocks, 64 // blocks, weights
     if blocks > 1:  # else all comes as fast as it can, and what is asked for ahead is in its way
-        ahead += size + (token - chunk) // w.ROWS * ahead_step * groups
+        ahead += (size + (token - chunk) // w.ROWS * ahead_step) * groups
     end = min(token + w.PART, tokens)
     while token < end:
-        block, target, left = numbers + token * at[w.ROW_BYTES], out + token * at[w.OUT_ROW], end - token
+        block, target, left = numbers + token * groups * w.ROW_BYTES, out + token * at[w.OUT_ROW], end - token
         if left >= 4:
             loops.multiply(
                 block, groups, weights, ahead, ahead_step, apart, bias, target, at[w.OUT_ROW], count, 4, form, kind)

@@ -3,22 +3,43 @@
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
+from contextlib import contextmanager, nullcontext
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hotswap.plugins.cpu.linear_words import GROUP, SUMMED, TILE, VECTOR, VECTORS, block_bytes
-from hotswap.plugins.cpu.vectors import I16, I32, I64, LINE, Code, integer, vector
+from hotswap.plugins.cpu.linear_words import GROUP, MIDDLE, ROW_BYTES, TILE, VECTOR, VECTORS, block_bytes
+from hotswap.plugins.cpu.vectors import BLOCK, F32, I16, I32, I64, LINE, Code, integer, number, vector
 
 WORD = types.int64
+I8 = ir.IntType(8)
+LARGEST = 127.0
+"""Of a row's numbers."""
+
+SMALLEST = 2.0**-119
+"""``LARGEST`` divided by more than this is a float32."""
+
 FIRST_LINES = 32
+
+ROUNDS, ROUNDS_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
 def dots_are_added(context):
     """Whether four products of 8-bit numbers can be added up in one instruction, for as many as a tile has at once."""
     triple, _, features = context.codegen().magic_tuple()
     return triple.startswith("x86_64") and "+avx512vnni" in features and "+avx512bw" in features
+
+
+@intrinsic
+def bytes_of_block(typing, form):
+    """Of a tile's group, in a form of weights."""
+
+    def generate(context, builder, signature, arguments):
+        return I64(block_bytes(_bits(form)))
+
+    return types.int64(form), generate
 
 
 @intrinsic
@@ -29,6 +50,10 @@ def bytes_of(typing, kind):
         return I64(Code(context, builder).size_of(kind))
 
     return types.int64(kind), generate
+
+
+def _bits(form):
+    return 8 if form == types.uint8 else 4
 
 
 @intrinsic
@@ -44,9 +69,96 @@ def approach(typing, address):
     return types.void(WORD), generate
 
 
+@intrinsic
+def shrink(typing, x, size, numbers, place, rows, form, kind):
+    """A row in 8 bits, the one at ``place`` in a block of ``rows`` that begins at ``numbers``: each group's numbers,
+    its scale, and what the sum of its numbers adds. The largest magnitude becomes 127. Where a group has NaN or
+    infinity, its scale is none either; where it has nothing above ``SMALLEST``, its numbers are zero."""
+
+    def generate(context, builder, signature, arguments):
+        x, size, numbers, place, rows, *_ = arguments
+        code, b = Code(context, builder), builder
+        if code.lanes != VECTOR:
+            raise RuntimeError(f"weights lie in vectors of {VECTOR}, and here are such of {code.lanes}: see no_kernels")
+        own = b.add(numbers, code.scaled(place, GROUP))
+        scales = b.add(numbers, b.add(code.scaled(rows, GROUP), code.scaled(place, 4)))
+        targets = own, scales, b.add(scales, code.scaled(rows, 4))
+        row = _Row(code, x, size, kind, targets, code.scaled(rows, ROW_BYTES), _bits(form))
+        whole = b.udiv(size, I64(BLOCK * GROUP))
+        with code.loop(whole) as i:
+            row.shrink(code.scaled(i, BLOCK), False)
+        done = code.scaled(whole, BLOCK)
+        with b.if_then(b.icmp_signed("<", code.scaled(done, GROUP), size)):
+            row.shrink(done, True)
+        return context.get_dummy_value()
+
+    return types.void(WORD, WORD, WORD, WORD, WORD, form, kind), generate
+
+
+class _Row:
+    """Writes code that brings some groups of a row to 8 bits."""
+
+    def __init__(self, code, x, size, kind, targets, stride, bits):
+        """``targets``: of the first group's numbers, scale and sum; the next ones are ``stride`` bytes behind."""
+        self.code, self.x, self.size, self.kind = code, x, size, kind
+        self.targets, self.stride, self.bits = targets, stride, bits
+
+    def shrink(self, group, masked):
+        """``BLOCK`` groups from ``group`` on, or as many as there are."""
+        code, b = self.code, self.code.builder
+        begin = code.scaled(group, GROUP)
+        halves = [[self._read(code.add(begin, i * GROUP + offset), masked) for offset in (0, VECTOR)]
+                  for i in range(BLOCK)]
+        magnitudes = [[b.and_(b.bitcast(half, vector(I32, VECTOR)), integer(0x7FFFFFFF, VECTOR)) for half in pair]
+                      for pair in halves]  # greater ones have greater bits, and NaN and infinity the greatest
+        peaks = code.totals([_larger(code, *pair) for pair in magnitudes], lambda u, v: _larger(code, u, v))
+        wrong = b.icmp_signed(">=", peaks, integer(0x7F800000, BLOCK))
+        peaks = b.bitcast(peaks, vector(F32, BLOCK))
+        scales = b.select(wrong, number(float("nan"), BLOCK), b.fmul(peaks, number(1 / LARGEST, BLOCK)))
+        factors = b.select(
+            b.fcmp_ordered(">", peaks, number(SMALLEST, BLOCK)), b.fdiv(number(LARGEST, BLOCK), peaks),
+            number(0.0, BLOCK))
+        counts = []
+        for i, pair in enumerate(halves):
+            factor = code.pick(factors, factors, [i] * VECTOR)
+            # Where this is added, float32 counts whole numbers: the lowest bits are the number, rounded.
+            whole = [b.bitcast(code.multiply_add(half, factor, number(ROUNDS, VECTOR)), vector(I32, VECTOR))
+                     for half in pair]
+            counts.append(b.add(*whole))
+            with self._there(code.add(group, i), masked) as place:
+                for offset, part in zip((0, VECTOR), whole, strict=True):
+                    target = code.at(code.add(b.add(self.targets[0], place), offset), vector(I8, VECTOR))
+                    b.store(b.trunc(part, vector(I8, VECTOR)), target, align=1)
+        counts = b.sub(code.totals(counts, b.add), integer(GROUP * ROUNDS_BITS & 0xFFFFFFFF, BLOCK))
+        sums = (b.mul(counts, integer(-MIDDLE, BLOCK)) if self.bits == 8
+                else b.fmul(scales, b.sitofp(counts, scales.type)))
+        for i in range(BLOCK):
+            with self._there(code.add(group, i), masked) as place:
+                for target, values in zip(self.targets[1:], (scales, sums), strict=True):
+                    value = b.extract_element(values, I32(i))
+                    b.store(value, code.at(b.add(target, place), value.type), align=4)
+
+    def _read(self, begin, masked):
+        code, b = self.code, self.code.builder
+        mask = code.first_lanes(b.sub(self.size, begin)) if masked else None
+        return code.read(b.add(self.x, code.scaled(begin, code.size_of(self.kind))), self.kind, mask)
+
+    @contextmanager
+    def _there(self, group, masked):
+        """How far behind the first group's place this one's is; code for it is skipped where there is none."""
+        b = self.code.builder
+        with (b.if_then(b.icmp_signed("<", self.code.scaled(group, GROUP), self.size)) if masked else nullcontext()):
+            yield b.mul(group, self.stride)
+
+
+def _larger(code, u, v):
+    return code.builder.select(code.builder.icmp_signed(">", u, v), u, v)
+
+
 @intrinsic(prefer_literal=True)
 def multiply(
-    typing, numbers, groups, weights, ahead, ahead_step, apart, bias, out, out_row, count, rows, form, kind,
+    typing, numbers, groups, weights, ahead, ahead_step, apart, bias, out, out_row, count, rows,
+    form, kind,
 ):
     """A block of ``rows`` rows in 8 bits times a tile's weights, plus the bias: ``count`` output features of each row,
     at most those of the tile, to ``out``, rounded to ``kind``. ``form``: 8-bit numbers if uint8, 4-bit ones if int8.
@@ -59,134 +171,77 @@ def multiply(
 
     def generate(context, builder, signature, arguments):
         numbers, groups, weights, ahead, ahead_step, apart, bias, out, out_row, count, *_ = arguments
+        code, b, bits, n = Code(context, builder), builder, _bits(form), rows.literal_value
         if not dots_are_added(context):
             raise RuntimeError("products of 8-bit numbers need AVX-512 with VNNI: see no_kernels")
-        code, b = Code(context, builder), builder
-        block = _Block(code, rows.literal_value, 8 if form == types.uint8 else 4)
-        start = [code.load(code.add(bias, 4 * VECTOR * j)) for j in range(VECTORS)]
-        totals = [start] * block.rows
-        if block.bits == 4:
-            numbers, weights, totals = block.least(numbers, weights, groups, totals)
-        totals = block.products(numbers, weights, groups, totals, (ahead, ahead_step, apart))
+        entry = b.basic_block
+        body, behind = (b.append_basic_block(f"{name}.{n}") for name in ("groups", "finish"))
+        b.branch(body)
+        b.position_at_end(body)
+        left, block, tile, soon = (b.phi(I64) for _ in range(4))
+        totals = [[b.phi(code.zero.type) for _ in range(VECTORS)] for _ in range(n)]
+        line = soon
+        for _ in range(-(-block_bytes(bits) // LINE)):
+            code.prefetch(line, 2)
+            line = b.add(line, apart)
+        sums = _sums(code, block, tile, n, bits)
+        found = _added(code, block, tile, totals, sums, bits)
+        for value, start, by in (
+                (left, groups, -1), (block, numbers, n * ROW_BYTES), (tile, weights, block_bytes(bits)),
+                (soon, ahead, ahead_step)):
+            value.add_incoming(start, entry)
+            value.add_incoming(code.add(value, by), body)
+        for total, new in zip(sum(totals, []), sum(found, []), strict=True):
+            total.add_incoming(code.zero, entry)
+            total.add_incoming(new, body)
+        b.cbranch(b.icmp_signed(">", left, I64(1)), body, behind)
+        b.position_at_end(behind)
         for j in range(VECTORS):
-            mask = code.first_lanes(code.add(count, -VECTOR * j))
-            for row in range(block.rows):
+            offset, mask = code.load(code.add(bias, 4 * VECTOR * j)), code.first_lanes(code.add(count, -VECTOR * j))
+            for row in range(n):
                 there = code.add(b.add(out, code.scaled(out_row, row)), VECTOR * j * code.size_of(kind))
-                code.write(totals[row][j], there, kind, mask)
+                code.write(b.fadd(found[row][j], offset), there, kind, mask)
         return context.get_dummy_value()
 
     return types.void(*[WORD] * 10, rows, form, kind), generate
 
 
-class _Loop:
-    """Code that runs ``count`` times, at least once. ``values`` begin as ``start``, and go on as ``end`` is told."""
-
-    def __init__(self, code, count, start):
-        self._code, b = code, code.builder
-        before, self._body = b.basic_block, b.append_basic_block("again")
-        b.branch(self._body)
-        b.position_at_end(self._body)
-        self._phis = [b.phi(value.type) for value in (count, *start)]
-        for phi, value in zip(self._phis, (count, *start), strict=True):
-            phi.add_incoming(value, before)
-        self.values = self._phis[1:]
-
-    def end(self, values):
-        b = self._code.builder
-        left = self._code.add(self._phis[0], -1)
-        for phi, value in zip(self._phis, (left, *values), strict=True):
-            phi.add_incoming(value, b.basic_block)
-        behind = b.append_basic_block("done")
-        b.cbranch(b.icmp_signed(">", left, I64(0)), self._body, behind)
-        b.position_at_end(behind)
-
-
-class _Block:
-    """Writes code that multiplies a block of rows with a tile: for each row and vector a sum and a total."""
-
-    def __init__(self, code, rows, bits):
-        self.code, self.rows, self.bits = code, rows, bits
-
-    def least(self, numbers, weights, groups, totals):
-        """``totals`` and all groups' least values times the sums of their numbers: whole numbers, two groups at once,
-        ``SUMMED`` pairs before they become float32. Returns where blocks and totals begin, too."""
-        code, b = self.code, self.code.builder
-        units = [code.spread(code.add(numbers, 4 * row)) for row in range(self.rows)]
-        of_tile = [code.load(code.add(weights, 4 * VECTOR * j)) for j in range(VECTORS)]
-        scales = [[b.fmul(unit, scale) for scale in of_tile] for unit in units]
-        pairs = b.lshr(code.add(groups, 1), I64(1))
-        outer = _Loop(
-            code, b.udiv(code.add(pairs, SUMMED - 1), I64(SUMMED)),
-            [pairs, code.add(numbers, 4 * self.rows), code.add(weights, 4 * TILE), *sum(totals, [])])
-        left, row_pair, pair, *flat = outer.values
-        some = b.select(b.icmp_signed("<", left, I64(SUMMED)), left, I64(SUMMED))
-        zero = ir.Constant(vector(I32, VECTOR), None)
-        inner = _Loop(code, some, [row_pair, pair, *[zero] * len(flat)])
-        row_pair, pair, *sums = inner.values
-        least = [code.load(code.add(pair, 4 * VECTOR * j), I32) for j in range(VECTORS)]
-        sums = [
-            _add_products(code, "vpdpwssd", sums[VECTORS * row + j], least[j],
-                          b.load(code.at(code.add(row_pair, 4 * row), I32), align=4))
-            for row in range(self.rows) for j in range(VECTORS)]
-        row_pair, pair = code.add(row_pair, 4 * self.rows), code.add(pair, 4 * TILE)
-        inner.end([row_pair, pair, *sums])
-        flat = [code.multiply_add(b.sitofp(whole, code.zero.type), scale, total)
-                for whole, scale, total in zip(sums, sum(scales, []), flat, strict=True)]
-        outer.end([code.add(left, -SUMMED), row_pair, pair, *flat])
-        return row_pair, pair, self._by_row(flat)
-
-    def products(self, numbers, weights, groups, totals, near):
-        """``totals`` and all groups' products."""
-        code, b = self.code, self.code.builder
-        ahead, ahead_step, apart = near
-        loop = _Loop(code, groups, [numbers, weights, ahead, *sum(totals, [])])
-        numbers, weights, ahead, *flat = loop.values
-        line = ahead
-        for _ in range(-(-block_bytes(self.bits) // LINE) + (2 if self.bits == 4 else 0)):  # least values, too
-            code.prefetch(line, 2)
-            line = b.add(line, apart)
-        found = self._scaled(numbers, weights, self._by_row(flat), self._sums(numbers, weights))
-        loop.end([
-            code.add(numbers, self.rows * (GROUP + (4 if self.bits == 4 else 8))),
-            code.add(weights, block_bytes(self.bits)), b.add(ahead, ahead_step), *sum(found, [])])
-        return found
-
-    def _sums(self, numbers, weights):
-        """Of a group: for each row and vector the sum of the products of their numbers, int32."""
-        code, b = self.code, self.code.builder
-        start = ir.Constant(vector(I32, VECTOR), None)
-        sums = [[start if self.bits == 4 else code.everywhere(
-            b.load(code.at(code.add(numbers, self.rows * (GROUP + 4) + 4 * row), I32), align=4))] * VECTORS
-            for row in range(self.rows)]
-        for i in range(GROUP // 4 * self.bits // 8):
-            for j in range(VECTORS):
-                fours = _fours(code, code.add(weights, 4 * (TILE * i + VECTOR * j)), self.bits)
-                for at, four in enumerate(fours, i * len(fours)):
-                    for row in range(self.rows):
-                        word = b.load(code.at(code.add(numbers, GROUP * row + 4 * at), I32), align=4)
-                        sums[row][j] = _add_products(code, "vpdpbusd", sums[row][j], four, word)
-        return sums
-
-    def _scaled(self, numbers, weights, totals, sums):
-        """``totals`` and a group's sums times the scales of weights and rows."""
-        code, b = self.code, self.code.builder
-        found = [list(of_row) for of_row in totals]
+def _sums(code, block, tile, n, bits):
+    """Of a group: for each row and tile the sum of the products of their numbers, int32."""
+    b = code.builder
+    start = ir.Constant(vector(I32, VECTOR), None)
+    sums = [[start if bits == 4 else code.everywhere(
+        b.load(code.at(code.add(block, n * (GROUP + 4) + 4 * row), I32), align=4))] * VECTORS for row in range(n)]
+    for i in range(GROUP // 4 * bits // 8):
         for j in range(VECTORS):
-            address = code.add(weights, TILE * GROUP * self.bits // 8 + 2 * VECTOR * j)
-            scale = b.fpext(b.load(code.at(address, vector(ir.HalfType(), VECTOR)), align=2), code.zero.type)
-            for row in range(self.rows):
-                own = code.spread(code.add(numbers, self.rows * GROUP + 4 * row))
-                value = b.sitofp(sums[row][j], code.zero.type)
-                found[row][j] = code.multiply_add(value, b.fmul(scale, own), totals[row][j])
-        return found
+            for at, four in enumerate(_fours(code, code.add(tile, 4 * (TILE * i + VECTOR * j)), bits)):
+                for row in range(n):
+                    word = code.at(code.add(block, GROUP * row + 4 * (i * 8 // bits + at)), I32)
+                    sums[row][j] = _add_dots(code, sums[row][j], four, b.load(word, align=4))
+    return sums
 
-    def _by_row(self, flat):
-        return [flat[VECTORS * row : VECTORS * (row + 1)] for row in range(self.rows)]
+
+def _added(code, block, tile, totals, sums, bits):
+    """``totals`` and what a group adds."""
+    b, n, found = code.builder, len(sums), [list(of_row) for of_row in totals]
+    for j in range(VECTORS):
+        scale, *least = (
+            b.fpext(b.load(code.at(code.add(tile, TILE * (GROUP * bits // 8 + 2 * i) + 2 * VECTOR * j),
+                                   vector(ir.HalfType(), VECTOR)), align=2), code.zero.type)
+            for i in range(2 if bits == 4 else 1))
+        for row in range(n):
+            own = code.spread(code.add(block, n * GROUP + 4 * row))
+            value = b.sitofp(sums[row][j], code.zero.type)
+            found[row][j] = code.multiply_add(value, b.fmul(scale, own), found[row][j])
+            for lowest in least:
+                own_sum = code.spread(code.add(block, n * (GROUP + 4) + 4 * row))
+                found[row][j] = code.multiply_add(lowest, own_sum, found[row][j])
+    return found
 
 
 def _fours(code, address, bits):
-    """Weights, for every four input features a vector of four bytes for each of its output features: of 8-bit numbers
-    one such vector, of 4-bit ones two."""
+    """Weights, for every four input features a vector of four bytes for each output feature of the tile: of 8-bit
+    numbers one such vector, of 4-bit ones two."""
     b = code.builder
     if bits == 8:
         return [b.load(code.at(address, vector(I32, VECTOR)), align=2)]
@@ -196,10 +251,9 @@ def _fours(code, address, bits):
     return [b.bitcast(half, vector(I32, VECTOR)) for half in halves]
 
 
-def _add_products(code, how, total, of_weights, word):
-    """For each output feature what its word of weights has, times what ``word`` has, added to ``total``: four bytes, of
-    weights without a sign; or two int16."""
+def _add_dots(code, total, four, word):
+    """For each output feature, its four unsigned bytes times the four signed ones in ``word``, added to ``total``."""
     kind = vector(I32, VECTOR)
     function = cgutils.get_or_insert_function(
-        code.builder.module, ir.FunctionType(kind, [kind] * 3), f"llvm.x86.avx512.{how}.512")
-    return code.builder.call(function, [total, of_weights, code.everywhere(word)])
+        code.builder.module, ir.FunctionType(kind, [kind] * 3), "llvm.x86.avx512.vpdpbusd.512")
+    return code.builder.call(function, [total, four, code.everywhere(word)])

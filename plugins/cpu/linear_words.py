@@ -3,20 +3,15 @@ these names.
 
 Weights lie in tiles of ``TILE`` output features, one behind the other, in the order in which they are read. A tile has
 a block for each ``GROUP`` input features: for every four of them, or eight where numbers have 4 bits, the numbers of
-all its output features, and then their scales, float16. A number q of 8 bits stands for (q - ``MIDDLE``) * scale, one
-of 4 bits for q * scale and a least value. Four numbers of one output feature, then those of the next one: that is what
-the processor multiplies at once. Where numbers have 4 bits, a byte has two: the high ones are those of the four input
-features behind.
+all its output features; then their scales and, of 4-bit numbers, their least values, float16. A number q of 4 bits
+stands for q * scale + least, one of 8 bits for (q - ``MIDDLE``) * scale. Four numbers of one output feature, then those
+of the next one: that is what the processor multiplies at once. Where numbers have 4 bits, a byte has two: the high ones
+are those of the four input features behind.
 
-Least values are int16, since the processor multiplies two such at once, and no floating-point numbers. A tile begins
-with what one stands for, float32 for each output feature; then come, for every two groups, those of all its output
-features, two by two; then the blocks. The greatest of an output feature becomes ``largest_least``.
-
-Rows in 8 bits lie in blocks of ``ROWS``; what is left is a block of two, and one of one. A block has for each group
-its rows' numbers, and then their scales, float32. With weights of 8 bits it has behind them for each row the sum of its
-numbers times -``MIDDLE``, int32. With weights of 4 bits it begins with the sums, as tiles do with least values: for
-each row what one stands for, the greatest becoming ``LARGEST_SUM``, then for every two groups those of all rows, int16,
-two by two. So all that a product reads of rows lies in one line.
+Rows in 8 bits lie in blocks of ``ROWS``; what is left is a block of two, and one of one. A block has for each group its
+rows' numbers, then for each row the scale, float32, then for each row what the sum of its numbers adds: with weights of
+4 bits that times the scale, float32; with those of 8 bits that times -``MIDDLE``, int32. So all that a product reads of
+them lies in one line.
 
 Strides are in bytes.
 """
@@ -38,11 +33,8 @@ MIDDLE = 128
 ROWS = 4
 """Of a block."""
 
-LARGEST_SUM = (1 << 14) - 1
-"""Of a row, in steps of which its groups' sums are multiplied with least values."""
-
-SUMMED = 16
-"""Pairs of groups whose products of sums and least values are added up before they become float32."""
+ROW_BYTES = GROUP + 8
+"""Of a row's group."""
 
 PART = 16
 """Rows that a thread takes at least, of a tile: a multiple of ROWS."""
@@ -60,10 +52,9 @@ piece, since finding another place in memory takes longer than reading on."""
 (
     ORDER,  # threads that have begun
     TOKENS, THREADS, X, X_ROW,  # rows; threads that are at it
-    NUMBERS,  # of the rows in 8 bits, ROW_BYTES each; up to FEW rows, for each thread
-    BETWEEN,  # for each thread SHRINK_BYTES
+    NUMBERS,  # of the rows in 8 bits: [TOKENS, GROUPS, ROW_BYTES] bytes; up to FEW rows, one such for each thread
     OUT,
-) = range(8)  # fmt: skip
+) = range(7)  # fmt: skip
 """What changes with each product, on one cache line, which another core gets at once."""
 
 TAKEN, PREPARED, NEXT, LAYER = 8, 16, 24, 24 + 8 * REGIONS
@@ -73,34 +64,14 @@ of each region what has been taken of it. They and ORDER begin at zero."""
 (
     COUNTERS,  # where ORDER is
     SIZE, GROUPS,  # input features, and groups of them
-    ROW_BYTES, SHRINK_BYTES,
-    WEIGHTS, TILE_BYTES,
+    WEIGHTS,
     BIAS,  # float32, for whole tiles
     OUT_ROW, OUT_SIZE,
     NUM_WORDS,
-) = range(LAYER, LAYER + 11)  # fmt: skip
+) = range(LAYER, LAYER + 8)  # fmt: skip
 """What stays the same."""
 
 
 def block_bytes(bits: int) -> int:
     """Of a tile's group."""
-    return TILE * (GROUP * bits // 8 + 2)
-
-
-def tile_bytes(bits: int, groups: int) -> int:
-    return groups * block_bytes(bits) + (4 * TILE * (1 + (groups + 1) // 2) if bits == 4 else 0)
-
-
-def row_bytes(bits: int, groups: int) -> int:
-    """Of a row in 8 bits, its part of the block's beginning counted."""
-    return groups * (GROUP + 8) if bits == 8 else groups * (GROUP + 4) + 4 * (1 + (groups + 1) // 2)
-
-
-def shrink_bytes(groups: int) -> int:
-    """Of memory that a thread needs while it brings a row to 8 bits: some of the row in float32, two for each group."""
-    return 4 * (4 * GROUP + 2 * -(-groups // VECTOR) * VECTOR)
-
-
-def largest_least(groups: int) -> int:
-    """So that products of as many groups as are added up stay int32."""
-    return min((1 << 15) - 1, ((1 << 31) - 1) // (LARGEST_SUM * min(2 * SUMMED, groups)))
+    return TILE * (GROUP * bits // 8 + (2 if bits == 8 else 4))

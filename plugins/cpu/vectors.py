@@ -261,8 +261,7 @@ class Code:
 
         def interleave(a, b, pair):
             """Add neighbours, within each four lanes: those ``pair`` apart."""
-            n = a.type.count
-            fours = range(0, n, 4)
+            n, fours = self.lanes, range(0, self.lanes, 4)
             if pair == 2:
                 low = [x for f in fours for x in (f, n + f, f + 1, n + f + 1)]
                 high = [x for f in fours for x in (f + 2, n + f + 2, f + 3, n + f + 3)]

@@ -30,11 +30,10 @@ class GGUFOptions(FourBitOptions):
 class GGUFBlocks(FourBitQuantization):
     """The quantised weights of a GGUF file as it has them (llama.cpp's formats): nothing is quantised again.
 
-    The numbers of Q4_0, Q4_1, Q4_K and Q8_0 are kept to the last bit, and so are the scales of all but Q4_K, whose two
-    levels are multiplied out to float16. Least values of 4-bit blocks become whole numbers of 12 bits or more, the
-    greatest of an output feature the largest of them. Activations are brought to 8 bits, each row in groups of 32, as
-    llama.cpp does. Other formats are dequantised and kept dense, which is said at the start. Where torch's operators
-    multiply, scales and least values of 4-bit blocks are rounded to the dtype of the activations.
+    Q4_0, Q4_1 and Q8_0 are kept to the last bit; so are the numbers of Q4_K, whose two levels of scales are multiplied
+    out to float16. Activations are brought to 8 bits, each row in groups of 32, as llama.cpp does. Other formats are
+    dequantised and kept dense, which is said at the start. Where torch's operators multiply, the scales of 4-bit blocks
+    are rounded to the dtype of the activations.
 
     Choose it for a .gguf file on a CPU: the file's own loss and hardly another, and the least to read for each token.
     """

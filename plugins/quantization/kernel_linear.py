@@ -16,7 +16,7 @@ from hotswap.plugins.cpu.team import Kernel, Words, compile_kernels, team_note
 from hotswap.plugins.quantization.grouped import Groups
 from hotswap.plugins.quantization.torch_support import processor_has
 
-_CALL = struct.Struct(f"8q{8 * (w.LAYER - 8)}x")
+_CALL = struct.Struct(f"7q{8 * (w.LAYER - 7)}x")
 """What changes with each product, before counters that begin at zero."""
 _LAYER = struct.Struct(f"{w.NUM_WORDS - w.LAYER}q")
 
@@ -70,11 +70,9 @@ class KernelLinear:
         if bias is not None:
             self._bias[: self._out_features] = bias
         self.nbytes = tensor_bytes(self._weights, self._bias)
-        num_groups, self._size = groups.scales.shape[1], self._weights.numel()
-        self._row_bytes, self._shrink_bytes = w.row_bytes(groups.bits, num_groups), w.shrink_bytes(num_groups)
+        self._row_bytes, self._size = w.ROW_BYTES * groups.scales.shape[1], self._weights.numel()
         self._words = _LayerWords(
-            self._in_features, num_groups, self._row_bytes, self._shrink_bytes, self._weights.data_ptr(),
-            w.tile_bytes(groups.bits, num_groups), self._bias.data_ptr(),
+            self._in_features, groups.scales.shape[1], self._weights.data_ptr(), self._bias.data_ptr(),
             self._out_features * dtype.itemsize, self._out_features)
         kernels = import_module("hotswap.plugins.cpu.linear_kernels")  # late: it imports numba
         self._kernel: Kernel = getattr(kernels, f"multiply_{groups.bits}_{str(dtype).removeprefix('torch.')}")
@@ -89,10 +87,9 @@ class KernelLinear:
             x, row = x.contiguous(), self._in_features
         shared = tokens * self._size > ALONE
         threads = torch.get_num_threads() if shared else 1
-        rows = tokens * self._row_bytes * (threads if tokens <= w.FEW else 1)
-        scratch = _scratch.of(rows + threads * self._shrink_bytes).data_ptr()
+        scratch = _scratch.of(tokens * self._row_bytes * (threads if tokens <= w.FEW else 1))
         _CALL.pack_into(
-            words.memory, words.skip, 0, tokens, threads, x.data_ptr(), row * x.itemsize, scratch, scratch + rows,
+            words.memory, words.skip, 0, tokens, threads, x.data_ptr(), row * x.itemsize, scratch.data_ptr(),
             out.data_ptr())
         self._kernel(words.address, shared)
         return out
@@ -107,32 +104,17 @@ class _LayerWords(Words):
 
 
 def tiles(groups: Groups) -> torch.Tensor:
-    """uint8 [tiles, bytes of a tile], as :mod:`hotswap.plugins.cpu.linear_words` says; made some at a time."""
+    """uint8 [tiles, G, bytes of a block], as :mod:`hotswap.plugins.cpu.linear_words` says; made some at a time."""
     count, num_groups = -(-len(groups.numbers) // w.TILE), groups.scales.shape[1]
-    size = w.tile_bytes(groups.bits, num_groups)
-    packed = memory.empty(count * size).view(count, size)
+    size = w.block_bytes(groups.bits)
+    packed = memory.empty(count * num_groups * size).view(count, num_groups, size)
     some = max(1, PART_VALUES // (num_groups * w.GROUP * w.TILE))
     for first in range(0, count, some):
-        part, place = groups.rows(slice(first * w.TILE, (first + some) * w.TILE)), packed[first : first + some]
-        if groups.bits == 4:
-            place[:, : size - num_groups * w.block_bytes(4)] = _least(part.least)
-        place[:, size - num_groups * w.block_bytes(groups.bits) :] = _blocks(part)
+        packed[first : first + some] = _some_tiles(groups.rows(slice(first * w.TILE, (first + some) * w.TILE)))
     return packed
 
 
-def _least(least: torch.Tensor) -> torch.Tensor:
-    """[O, G] -> what tiles begin with, uint8 [tiles, bytes]."""
-    outputs, num_groups = least.shape
-    least = functional.pad(least, (0, num_groups % 2, 0, -outputs % w.TILE))
-    units = least.abs().amax(1, keepdim=True) / w.largest_least(num_groups)
-    whole = (least / units).nan_to_num_(0.0).round_().to(torch.int16)  # no unit: all are zero
-    pairs = whole.view(-1, w.TILE, least.shape[1] // 2, 2).transpose(1, 2)  # [tiles, G / 2, TILE, 2]
-    return torch.cat([each.contiguous().view(torch.uint8).view(len(pairs), -1) for each in (
-        units.view(-1, w.TILE), pairs)], 1)
-
-
-def _blocks(groups: Groups) -> torch.Tensor:
-    """uint8 [tiles, bytes of all blocks]."""
+def _some_tiles(groups: Groups) -> torch.Tensor:
     outputs, inputs = groups.numbers.shape
     more = (0, -inputs % w.GROUP, 0, -outputs % w.TILE)
     padded = functional.pad(groups.numbers, more)
@@ -140,6 +122,7 @@ def _blocks(groups: Groups) -> torch.Tensor:
     numbers = numbers.permute(0, 2, 3, 1, 4).flatten(3)  # [tiles, G, 8, TILE * 4]
     if groups.bits == 4:
         numbers = numbers[:, :, 0::2] | (numbers[:, :, 1::2] << 4)
-    scales = functional.pad(groups.scales, (0, 0, 0, more[3])).view(-1, w.TILE, groups.scales.shape[1])
-    halves = scales.transpose(1, 2).half().contiguous().view(torch.uint8)  # [tiles, G, TILE * 2]
-    return torch.cat([numbers.flatten(2), halves], 2).flatten(1)
+    kept = (groups.scales,) if groups.bits == 8 else (groups.scales, groups.least)
+    rest = [functional.pad(each, (0, 0, 0, more[3])).view(-1, w.TILE, each.shape[1]) for each in kept]
+    halves = [each.transpose(1, 2).half().contiguous().view(torch.uint8) for each in rest]  # [tiles, G, TILE * 2]
+    return torch.cat([numbers.flatten(2), *halves], 2)

@@ -31,7 +31,6 @@ def rounded(x):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(16, 32), (1, 32), (17, 96), (40, 70), (130, 1), (64, 576)])
 def test_products_are_exact_but_for_the_rounding_of_rows(bits, shape, dense):
-    """Of 4-bit weights, of least values, too: to 12 bits and more, where rows have 8."""
     groups, bias = quantize_groups(random_rows(*shape, 1), bits), random_rows(1, shape[0], 2)[0]
     layer = KernelLinear(groups, bias, torch.float32)
     for count in (1, 2, 3, 5, 8, 15, 19):
@@ -39,7 +38,7 @@ def test_products_are_exact_but_for_the_rounding_of_rows(bits, shape, dense):
         expected = rounded(x) @ dense(groups).double().T + bias.double()
         # Where a value lies halfway between two numbers, either is right.
         error = (layer(x).double() - expected).abs().max() / expected.abs().max()
-        assert error < (5e-4 if bits == 4 else 2e-4), f"{count} rows: {error:.3g}"
+        assert error < 2e-4, f"{count} rows: {error:.3g}"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -67,8 +66,7 @@ def test_outliers_spoil_their_own_group_alone(bits):
     quiet = torch.cat([torch.zeros(1, 32), x[:, 32:]], 1)
     x[:, 5] = 1000.0
     loud = torch.cat([x[:, :32], torch.zeros(1, 96)], 1)
-    found, expected = layer(x), layer(quiet) + layer(loud)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=6e-2 if bits == 4 else 2e-2)
+    torch.testing.assert_close(layer(x), layer(quiet) + layer(loud), rtol=1e-5, atol=2e-2)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -98,23 +96,19 @@ def test_a_bias_is_added_before_the_sum_is_rounded():
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_tile_is_laid_out_as_its_words_say(bits):
-    groups = quantize_groups(random_rows(60, 96, 1), bits)
+    groups = quantize_groups(random_rows(60, 64, 1), bits)
     packed = tiles(groups)
-    assert packed.shape == (2, w.tile_bytes(bits, 3))
-    tile = packed[1]  # outputs 48 to 59
-    block = tile[w.tile_bytes(bits, 3) - 2 * w.block_bytes(bits) :]  # inputs 32 to 63
+    assert packed.shape == (2, 2, w.block_bytes(bits))
+    block = packed[1, 1]  # outputs 48 to 59, inputs 32 to 63
     for output, k in ((0, 0), (3, 7), (2, 4), (11, 5)):
         four = groups.numbers[48 + output, 32 + 4 * k : 36 + 4 * k]
         at = (k if bits == 8 else k // 2) * 4 * w.TILE + 4 * output
         raw = block[at : at + 4] if bits == 8 else (block[at : at + 4] >> (4 * (k % 2))) & 15
         assert torch.equal(raw, four)
-    scales = block[w.TILE * 32 * bits // 8 : w.block_bytes(bits)].view(torch.float16)
+    scales = block[w.TILE * 32 * bits // 8 :].view(torch.float16)
     assert torch.equal(scales[:12].float(), groups.scales[48:, 1])
     if bits == 4:
-        units, pairs = tile[: 4 * w.TILE].view(torch.float32), tile[4 * w.TILE : 12 * w.TILE].view(torch.int16)
-        pairs = pairs.view(2, w.TILE, 2)[:, :12].transpose(0, 1).flatten(1)  # [outputs, groups and one more]
-        assert pairs.abs().amax(1).eq(w.largest_least(3)).all() and not pairs[:, 3].any()
-        torch.testing.assert_close(pairs[:, :3] * units[:12, None], groups.least[48:], rtol=0, atol=1e-4)
+        assert torch.equal(scales[w.TILE : w.TILE + 12].float(), groups.least[48:, 1])
 
 
 def test_large_weights_lie_in_large_pages_one_behind_the_other_and_are_given_back(monkeypatch):
@@ -144,11 +138,11 @@ def test_without_the_instructions_nothing_is_compiled_instead_of_the_products(mo
 def test_rows_are_not_brought_to_8_bits_in_vectors_of_another_width_than_tiles(monkeypatch, tmp_path):
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("hotswap.plugins.cpu.vectors.lanes_of", lambda context: 8)
-    shrink = import_module("hotswap.plugins.cpu.linear_rows").shrink
+    shrink = import_module("hotswap.plugins.cpu.linear_loops").shrink
     form, kind = np.int8(0), np.float32(0)
 
     def alone(data):
-        shrink(0, 0, 0, 0, 0, 0, form, kind)
+        shrink(0, 0, 0, 0, 0, form, kind)
 
     with pytest.raises(RuntimeError, match="vectors of 16, and here are such of 8"):
         Kernel(alone).compile()
