@@ -48,12 +48,12 @@ def plan(data):
             if (count * at[w.GROUP] > w.SHORT_ROWS) != long:
                 continue
             if not long:
-                _add_items(at, row, start, count, past, w.SHORT_PART)
+                _add_items(at, row, long, start, count, past, w.SHORT_PART)
                 continue
             tiles = _whole(count, tile)
             size = _whole((past + count) * tiles, w.MOST_PARTS * w.LONG_PART) * w.LONG_PART
             for first in range((tiles - 1) * tile, -1, -tile):  # the last tile sees most keys
-                _add_items(at, row, start + first, min(tile, count - first), past + first, size)
+                _add_items(at, row, long, start + first, min(tile, count - first), past + first, size)
 
 
 @called
@@ -63,7 +63,7 @@ def _whole(amount, size):
 
 
 @called
-def _add_items(at, row, token, count, position, size):
+def _add_items(at, row, long, token, count, position, size):
     """The items of ``count`` queries: for each key head the parts of ``size`` keys that the queries see."""
     begin, end = int64(0), position + count
     if at[w.WINDOW] > 0:
@@ -74,7 +74,8 @@ def _add_items(at, row, token, count, position, size):
         for head in range(at[w.KV_HEADS]):
             if at[w.NUM_ITEMS] < at[w.MAX_ITEMS]:
                 item = carray(pointer(at[w.ITEMS] + at[w.NUM_ITEMS] * w.NUM_FIELDS * 8), w.NUM_FIELDS, int64)
-                item[w.ROW], item[w.TOKEN], item[w.COUNT], item[w.POSITION] = row, token, count, position
+                item[w.ROW], item[w.LONG] = row, long
+                item[w.TOKEN], item[w.COUNT], item[w.POSITION] = token, count, position
                 item[w.HEAD], item[w.PART], item[w.PARTS] = head, part, parts
                 item[w.BEGIN] = max(begin, (first + part) * size)
                 item[w.END] = min(end, (first + part + 1) * size)
@@ -127,10 +128,10 @@ def _attend(at, kind, form):
         while watch(counters + 8 * w.WRITTEN) < blocks:  # whoever writes the last block is at it
             pause()
         item = carray(pointer(at[w.ITEMS] + (work - blocks) * w.NUM_FIELDS * 8), w.NUM_FIELDS, int64)
-        if item[w.COUNT] * at[w.GROUP] <= w.SHORT_ROWS:
-            _attend_short(at, item, scratch, kind, form)
-        else:
+        if item[w.LONG]:
             _attend_long(at, item, scratch, kind, form)
+        else:
+            _attend_short(at, item, scratch, kind, form)
         _finish(at, item, scratch, kind)
 
 

@@ -18,10 +18,10 @@ Sizes in numbers or pieces, strides in bytes. The cache is HND: vector (page K +
     NUM_WORDS,
 ) = range(50)
 
-(ROW, TOKEN, COUNT, POSITION, HEAD, BEGIN, END, PART, PARTS, PARTIAL, ARRIVAL, NUM_FIELDS) = range(12)
+(ROW, LONG, TOKEN, COUNT, POSITION, HEAD, BEGIN, END, PART, PARTS, PARTIAL, ARRIVAL, NUM_FIELDS) = range(13)
 """Of an item: ``COUNT`` queries, from ``TOKEN`` of the batch and ``POSITION`` of ``ROW`` on, with the keys of ``HEAD``
 from ``BEGIN`` to before ``END``: part ``PART`` of ``PARTS``, whose results go to ``PARTIAL``. The last of them to
-arrive, by the counter ``ARRIVAL``, merges."""
+arrive, by the counter ``ARRIVAL``, merges. ``LONG``: whether the row is; its last tile may have few queries, too."""
 
 NEXT, WRITTEN, MEMBERS, NUM_COUNTERS = range(0, 32, 8)
 """Places among the counters: the next item; blocks written; threads that have come. Each on a cache line of its own."""
