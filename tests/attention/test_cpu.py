@@ -35,7 +35,7 @@ def threads():
     AttentionCase("parts", rows=LONG, heads=3, kv_heads=1),
     AttentionCase("parts, bfloat16", rows=LONG, heads=3, kv_heads=1, dtype="bfloat16"),
     AttentionCase("parts behind a window", rows=LONG, heads=2, kv_heads=1, window=300),
-    *(AttentionCase(f"a last tile of few queries, {dtype}", rows=((33, 1000), (66, 230)), heads=3, kv_heads=1, dtype=dtype)
+    *(AttentionCase(f"a small last tile, {dtype}", rows=((33, 1000), (66, 230)), heads=3, kv_heads=1, dtype=dtype)
       for dtype in ("float32", "bfloat16")),
     AttentionCase("greater parts, and none", rows=((70, 5500), (1, 3), (1100, 0)), heads=3, kv_heads=1),
     AttentionCase("more heads a key than a short row has", rows=LONG[:4], heads=16, kv_heads=1, head_dim=32),
