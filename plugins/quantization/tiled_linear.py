@@ -11,6 +11,7 @@ import torch
 from hotswap.core.interfaces.quantization import LinearWeight
 from hotswap.core.modeling.linear import dense_parts, tensor_bytes
 from hotswap.plugins.cpu import bfloat16_words as w
+from hotswap.plugins.cpu import memory
 from hotswap.plugins.cpu.team import Kernel, Words, compile_kernels, team_note
 from hotswap.plugins.quantization.torch_support import AMX, processor_has
 
@@ -84,8 +85,8 @@ def tiles(parts: Iterable[torch.Tensor], out_features: int, in_features: int) ->
     """bfloat16 [I / 2, TILE, 2] each, one behind the other in memory, as :mod:`hotswap.plugins.cpu.bfloat16_words`
     says, of rows that come some at a time. The last has as many output features as fill its vectors."""
     padded = -(-out_features // w.VECTOR) * w.VECTOR
-    memory = torch.empty(padded * in_features, dtype=torch.bfloat16)  # begins with a cache line, as torch's memory does
-    packed = [flat.view(in_features // 2, -1, 2) for flat in torch.split(memory, w.TILE * in_features)]
+    whole = memory.empty(2 * padded * in_features).view(torch.bfloat16)
+    packed = [flat.view(in_features // 2, -1, 2) for flat in torch.split(whole, w.TILE * in_features)]
     packed[-1][:, out_features % w.TILE or w.TILE :] = 0
     row = 0
     for part in parts:

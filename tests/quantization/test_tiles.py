@@ -8,6 +8,7 @@ import torch
 from hotswap.core.interfaces.quantization import LinearWeight
 from hotswap.core.testing.quantization import random_rows
 from hotswap.plugins.cpu import bfloat16_words as w
+from hotswap.plugins.cpu import memory
 from hotswap.plugins.cpu.team import Kernel
 from hotswap.plugins.quantization import tiled_linear
 from hotswap.plugins.quantization.none import PrepackedLinear, no_bfloat16_kernels, unquantised
@@ -67,6 +68,14 @@ def test_what_is_no_number_is_seen_in_its_row_and_in_no_other(value):
     assert not found[4].isfinite().any()
     others = torch.arange(9) != 4
     assert torch.equal(found[others], healthy[others])
+
+
+def test_weights_of_large_layers_lie_in_large_pages(monkeypatch):
+    monkeypatch.setattr(memory, "_chunk", None)  # somebody else may be in it
+    small, large = (tiles([torch.ones(rows, 64, dtype=BFLOAT16)], rows, 64) for rows in (48, 1200))
+    begin = torch.frombuffer(memory._chunk(), dtype=torch.uint8).data_ptr()
+    assert 0 <= large[0].data_ptr() - begin < memory.PAGE
+    assert not 0 <= small[0].data_ptr() - begin < memory.CHUNK
 
 
 @pytest.mark.parametrize("outputs", [40, 48, 50, 96, 130])
