@@ -252,7 +252,16 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, stream: Stream = Stream.S
         draws = torch.from_numpy(batch.uniforms(stream)).to(logits.device)
         for rows, candidates in _candidates(logits, best, batch):
             tokens[rows] = candidates.pick(draws[rows])
-    return Sampled(torch.where(best.isfinite(), tokens, 0), best)
+    return Sampled(_without_faults(tokens, best), best)
+
+
+def _without_faults(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """``tokens``, which may be changed, with 0 where ``best`` is not finite. On a CPU that is seen by numpy: see
+    :func:`most_probable`."""
+    if best.device.type != "cpu":
+        return torch.where(best.isfinite(), tokens, 0)
+    tokens.numpy()[~np.isfinite(best.numpy())] = 0
+    return tokens
 
 
 def processed_probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
