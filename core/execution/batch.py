@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -9,28 +10,39 @@ import torch
 
 from hotswap.core.execution.buffers import Resident
 from hotswap.core.execution.layout import IntArray, token_positions
+from hotswap.core.interfaces.messages import NewRequest
 from hotswap.core.interfaces.scheduler import Row
 
 
 class Cohort(NamedTuple):
     """The requests of a step's rows, in order: where the next step has the same, nobody is looked up again.
-    ``slots`` [R]: their places in the table, whose ``version`` it was."""
+    ``slots`` [R]: their places in the table, whose ``version`` it was. ``scored``: the rows whose requests ask for
+    logprobs of the prompt."""
 
     names: list[str]
     version: int
     residents: list[Resident]
+    requests: list[NewRequest]
     slots: IntArray
+    scored: list[int]
+
+    @classmethod
+    def of(cls, residents: list[Resident], version: int) -> "Cohort":
+        requests = [resident.new for resident in residents]
+        slots = np.array([resident.slot for resident in residents], np.int64)
+        scored = [row for row, new in enumerate(requests) if new.sampling.prompt_logprobs is not None]
+        return cls([new.id for new in requests], version, residents, requests, slots, scored)
 
 
 @dataclass
 class Batch:
     """The rows of a step that can run, and their columns [R]: ``counts`` known tokens each, from ``computed`` on, and
-    with drafts ``lengths``. A row ``samples`` when it reaches the last known token. ``slots``: the requests' places in
-    the table."""
+    with drafts ``lengths``. A row ``samples`` when it reaches the last known token. ``cohort``: the rows' requests.
+
+    What is found out of them is found out once, when the drafts are there."""
 
     rows: Sequence[Row]
-    residents: list[Resident]
-    slots: IntArray
+    cohort: Cohort
     counts: IntArray
     computed: IntArray
     known: IntArray
@@ -39,10 +51,28 @@ class Batch:
     drafts: Sequence[Sequence[int]]
     draft_probs: list[torch.Tensor | None] | None = None
 
-    def sampled_tokens(self, sampling: IntArray) -> IntArray:
-        """Of the rows ``sampling`` the last known token and the drafts, as places [N] int64 among the step's tokens."""
-        if not len(sampling):
-            return np.zeros(0, np.int64)
+    @property
+    def residents(self) -> list[Resident]:
+        return self.cohort.residents
+
+    @property
+    def slots(self) -> IntArray:
+        """[R]: the requests' places in the table."""
+        return self.cohort.slots
+
+    @cached_property
+    def sampling(self) -> list[int]:
+        """The rows that sample."""
+        return np.flatnonzero(self.samples).tolist()
+
+    @cached_property
+    def heads(self) -> IntArray | None:
+        """What a head will see, as places [N] among the step's tokens: of the rows that sample, the last known token
+        and the drafts. None: all tokens."""
+        num_tokens = int(self.lengths.sum())
+        if len(self.sampling) == num_tokens:
+            return None
         starts = np.cumsum(self.lengths) - self.lengths
-        widths = self.lengths - self.counts + 1
-        return token_positions(widths[sampling], (starts + self.counts - 1)[sampling])
+        first = starts + self.counts - 1
+        tokens = token_positions((self.lengths - self.counts + 1)[self.sampling], first[self.sampling])
+        return None if len(tokens) == num_tokens else tokens

@@ -9,7 +9,7 @@ from itertools import chain
 
 import numpy as np
 
-from hotswap.core.execution.layout import IntArray
+from hotswap.core.execution.layout import IntArray, spread
 from hotswap.core.interfaces.kvcache import CachePlan, Grant, GroupGrant, GroupPlan
 from hotswap.core.interfaces.messages import NewRequest
 
@@ -51,15 +51,13 @@ class PageTable:
 
 
 class RequestTable:
-    """``tokens`` [slots, max_tokens] int32: known tokens, behind which a step writes its drafts; the first ``prompts``
-    [slots] of them are the prompt. ``known`` and ``computed`` [slots]: the true counts; the groups ``lagging`` are
-    ``lag`` tokens behind. ``max_tokens`` is the longest request with its drafts. ``version`` is another one whenever a
-    request has come, gone or failed."""
+    """``tokens`` [slots, max_tokens] int32: known tokens, behind which a step writes its drafts. ``known`` and
+    ``computed`` [slots]: the true counts; the groups ``lagging`` are ``lag`` tokens behind. ``max_tokens`` is the
+    longest request with its drafts. ``version`` is another one whenever a request has come, gone or failed."""
 
     def __init__(self, plan: CachePlan, slots: int, max_tokens: int, lagging: Iterable[str] = ()) -> None:
         self.version = 0
         self.tokens = np.zeros((slots, max_tokens), np.int32)
-        self.prompts = np.zeros(slots, np.int64)
         self.known = np.zeros(slots, np.int64)
         self.computed = np.zeros(slots, np.int64)
         self.lag = np.zeros(slots, np.int64)
@@ -87,7 +85,6 @@ class RequestTable:
         self._residents[new.id] = Resident(new, slot)
         self.version += 1
         self.tokens[slot, : len(new.tokens)] = new.tokens
-        self.prompts[slot] = new.prompt_length
         self.known[slot], self.computed[slot], self.lag[slot] = len(new.tokens), 0, 0
 
     def remove(self, request: str) -> bool:
@@ -132,11 +129,10 @@ class RequestTable:
 
     def append(self, slots: IntArray, kept: Sequence[Sequence[int]]) -> None:
         """Each slot's kept tokens become known."""
-        counts = np.fromiter(map(len, kept), np.int64, len(kept))
-        flat = np.fromiter(chain.from_iterable(kept), np.int32, int(counts.sum()))
-        within = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.tokens[np.repeat(slots, counts), np.repeat(self.known[slots], counts) + within] = flat
-        self.known[slots] += counts
+        counts, known = np.array(list(map(len, kept)), np.int64), self.known[slots]
+        where = spread(counts)
+        self.tokens[slots[where.rows], where.positions(known)] = list(chain.from_iterable(kept))
+        self.known[slots] = known + counts
 
     def page_rows(
         self, slots: IntArray, longest: int, groups: Iterable[str],
@@ -164,7 +160,6 @@ class RequestTable:
         """Twice as many slots. The host may hold more requests than planned for while some await their drop."""
         size = len(self.known)
         self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
-        self.prompts = np.concatenate([self.prompts, np.zeros_like(self.prompts)])
         self.known = np.concatenate([self.known, np.zeros_like(self.known)])
         self.computed = np.concatenate([self.computed, np.zeros_like(self.computed)])
         self.lag = np.concatenate([self.lag, np.zeros_like(self.lag)])

@@ -68,6 +68,8 @@ class TokenChooser:
         self._table = SamplingTable(device)
         self._processors = processors
         self._wanted: dict[str, tuple[LogitsProcessor, ...]] = {}
+        self._scored: set[str] = set()
+        """Requests that ask for logprobs."""
         for processor in processors:
             with blaming(processor, "configure"):
                 processor.configure(vocab_size)
@@ -75,6 +77,8 @@ class TokenChooser:
     def begin(self, new: NewRequest) -> None:
         self.end(new.id)
         self._table.add(new.id, new.sampling, new.seed)
+        if new.sampling.logprobs is not None:
+            self._scored.add(new.id)
         for processor in self._processors:
             with blaming(processor, "begin"):
                 if processor.wants(new):
@@ -83,6 +87,7 @@ class TokenChooser:
 
     def end(self, request: str) -> None:
         self._table.remove(request)
+        self._scored.discard(request)
         for processor in self._wanted.pop(request, ()):
             try:
                 processor.end(request)
@@ -96,7 +101,7 @@ class TokenChooser:
         names = [new.id for new in rows.requests]
         batch = self._batch(names, rows, len(logits))
         processed = bool(self._wanted) and not self._wanted.keys().isdisjoint(names)
-        scored = [row for row, new in enumerate(rows.requests) if new.sampling.logprobs is not None]
+        scored = [row for row, name in enumerate(names) if name in self._scored] if self._scored else []
         if not (processed or scored):
             return self._pick(logits, batch, rows, probs)
         given, logits, starts = logits, logits.float(), np.cumsum([0, *rows.widths]).tolist()

@@ -20,7 +20,7 @@ from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import ChoiceRows, Choices, TokenChooser
 from hotswap.core.execution.graphs import StepGraphs
-from hotswap.core.execution.layout import IntArray, batch_layout, token_positions
+from hotswap.core.execution.layout import IntArray, batch_layout, spread
 from hotswap.core.execution.logprobs import prompt_logprobs
 from hotswap.core.execution.speculation import Speculation
 from hotswap.core.interfaces.kv_transfer import TransferWorker
@@ -54,7 +54,7 @@ class ModelRunner:
         self._broken: dict[str, str] = {}
         self._drafted: dict[str, int] = {}
         self._took_part = False
-        self._cohort = Cohort([], -1, [], np.zeros(0, np.int64))
+        self._cohort = Cohort.of([], -1)
         self._cache, self._table = cache, table
         self._speculation = speculation
         self._chooser, self._transfer = chooser, transfer
@@ -164,7 +164,7 @@ class ModelRunner:
 
     def _run_rows(self, rows: Sequence[Row], verdict: Verdict) -> None:
         times = [self._clock()]
-        batch, verdicts = self._gather(rows)
+        batch, refused = self._gather(rows)
         if batch.rows:
             dropped = self._propose(batch)
             times.append(self._clock())
@@ -183,8 +183,10 @@ class ModelRunner:
                 verdict.counts["dropped_proposals"] = dropped + distrusted
             for graphs in filter(None, (self.graphs, self.draft_graphs)):
                 verdict.counts |= graphs.news()
-            verdicts.update((report.request, report) for report in reports)
-        verdict.rows = [verdicts[row.request] for row in rows]
+            verdict.rows = reports
+        if refused:
+            verdicts = refused | {report.request: report for report in verdict.rows}
+            verdict.rows = [verdicts[row.request] for row in rows]
 
     def graph_totals(self) -> dict[str, int]:
         """What was counted of captured and eager steps since the start."""
@@ -219,15 +221,16 @@ class ModelRunner:
         if names != cohort.names or self._table.version != cohort.version:
             refused = {name: verdict for name in names if (verdict := self._refusal(name)) is not None}
             rows = [row for row in rows if row.request not in refused]
-            cohort = self._cohort = self._look_up([row.request for row in rows])
-        slots, counts = cohort.slots, np.array([row.n_tokens for row in rows], np.int64)
-        computed, known = self._table.computed[slots], self._table.known[slots]
+            cohort = self._cohort = Cohort.of(
+                [resident for row in rows if (resident := self._table.get(row.request)) is not None],
+                self._table.version)
+        counts = np.array([row.n_tokens for row in rows], np.int64)
+        computed, known = self._table.computed[cohort.slots], self._table.known[cohort.slots]
         ends = computed + counts
         if (beyond := ends > known).any():
             row = int(beyond.argmax())
             raise AssertionError(f"{rows[row]} starts at {computed[row]}, but only {known[row]} tokens are known")
-        return Batch(
-            rows, cohort.residents, slots, counts, computed, known, ends == known, counts, [()] * len(rows)), refused
+        return Batch(rows, cohort, counts, computed, known, ends == known, counts, [()] * len(rows)), refused
 
     def _refusal(self, name: str) -> RowVerdict | None:
         resident = self._table.get(name)
@@ -236,11 +239,6 @@ class ModelRunner:
         if resident.error is not None:
             return RowVerdict(name, [], int(self._table.computed[resident.slot]), error=resident.error)
         return None
-
-    def _look_up(self, names: list[str]) -> Cohort:
-        residents = [resident for name in names if (resident := self._table.get(name)) is not None]
-        slots = np.array([resident.slot for resident in residents], np.int64)
-        return Cohort(names, self._table.version, residents, slots)
 
     def _propose(self, batch: Batch) -> int:
         """Ask for drafts and write them behind the known tokens; returns how many proposals made no sense."""
@@ -304,7 +302,8 @@ class ModelRunner:
         tables = self._table.page_rows(batch.slots, int(ends.max()), self._groups)
         layout = batch_layout(lengths, batch.computed, tables, self._device)
         self._cache.plan(layout)
-        tokens = self._table.tokens[np.repeat(batch.slots, lengths), token_positions(lengths, batch.computed)]
+        where = spread(lengths)
+        tokens = self._table.tokens[batch.slots[where.rows], where.positions(batch.computed)]
         inputs = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
         wanted = self._wanted(batch)
         return lambda: self.forward(inputs, layout.positions, wanted)
@@ -313,8 +312,8 @@ class ModelRunner:
         """The tokens [N] int64 that a head will see, at least one; None: other parts look at hidden states, too."""
         if not self._mesh.is_last or self._speculation.taps or len(self._scored_prompts(batch)):
             return None
-        tokens = batch.sampled_tokens(np.flatnonzero(batch.samples))
-        if len(tokens) == batch.lengths.sum():
+        tokens = batch.heads
+        if tokens is None:
             return None
         return torch.from_numpy(tokens if len(tokens) else np.zeros(1, np.int64)).to(self._device)
 
@@ -328,35 +327,32 @@ class ModelRunner:
         if not self._mesh.is_last:
             self._table.computed[batch.slots] = computed
             return [RowVerdict(row.request, [], 0) for row in batch.rows], 0
-        lengths = batch.lengths
-        starts = np.cumsum(lengths) - lengths
-        prompts = self._score_prompts(batch, starts, hidden)
-        sampling = np.flatnonzero(batch.samples)
-        choices = self._choose(batch, sampling, hidden)
-        computed[sampling] += np.array(choices.accepted, np.int64)
-        self._table.append(batch.slots[sampling], choices.kept)
+        prompts = self._score_prompts(batch, hidden)
+        choices = self._choose(batch, hidden)
+        if self._speculation.lookahead:
+            computed[batch.sampling] += np.array(choices.accepted, np.int64)
+        self._table.append(batch.slots[batch.sampling], choices.kept)
         self._table.computed[batch.slots] = computed
-        verdicts = self._report(batch, sampling.tolist(), choices, computed.tolist())
+        verdicts = self._report(batch, choices, computed.tolist())
         for i, scored in prompts.items():
             verdicts[i].prompt_logprobs, verdicts[i].prompt_logprobs_from = scored, int(batch.computed[i]) + 1
         return verdicts, choices.distrusted
 
-    def _choose(self, batch: Batch, sampling: IntArray, hidden: torch.Tensor) -> Choices:
+    def _choose(self, batch: Batch, hidden: torch.Tensor) -> Choices:
         """The head sees the last known token of each row that samples, and its drafts: no other. ``hidden``: of all
         tokens, or of those."""
-        if not len(sampling):
+        which, tokens = batch.sampling, batch.heads
+        if not which:
             return Choices([], [])
-        which = sampling.tolist()
-        rows = ChoiceRows(
-            [batch.residents[i].new for i in which], batch.known[sampling], [batch.drafts[i] for i in which])
-        tokens = batch.sampled_tokens(sampling)
-        if len(tokens) < len(hidden):
+        requests = batch.cohort.requests
+        rows = ChoiceRows([requests[i] for i in which], batch.known[which], [batch.drafts[i] for i in which])
+        if tokens is not None and len(tokens) < len(hidden):
             hidden = hidden[torch.from_numpy(tokens).to(self._device)]
         probs = batch.draft_probs and [batch.draft_probs[i] for i in which]
         logits = self._model.head(hidden)
         return self._accord.choices(len(which), lambda: self._chooser.choose(logits, rows, probs))
 
-    def _score_prompts(self, batch: Batch, starts: IntArray, hidden: torch.Tensor) -> dict[int, list[TokenLogprob]]:
+    def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> dict[int, list[TokenLogprob]]:
         """By row: logprobs of the prompt tokens that this step's tokens predict."""
         scored = {}
         for i in self._scored_prompts(batch):
@@ -365,25 +361,22 @@ class ModelRunner:
             assert top is not None, "it is not asked for"
             count = min(int(batch.counts[i]), resident.new.prompt_length - first)
             tokens = self._table.tokens[resident.slot, first : first + count].tolist()
-            rows = hidden[starts[i] : starts[i] + count]
+            start = int(batch.lengths[:i].sum())
+            rows = hidden[start : start + count]
             scored[i] = prompt_logprobs(rows, tokens, top, self._model.head)
         return scored
 
     def _scored_prompts(self, batch: Batch) -> list[int]:
         """The rows for which prompt logprobs are asked, and that have tokens which predict some."""
-        within = np.flatnonzero(batch.computed + 1 < self._table.prompts[batch.slots]).tolist()
-        return [i for i in within if batch.residents[i].new.sampling.prompt_logprobs is not None]
+        return [i for i in batch.cohort.scored if batch.computed[i] + 1 < batch.cohort.requests[i].prompt_length]
 
-    def _report(
-        self, batch: Batch, sampling: list[int], choices: Choices, computed: list[int],
-    ) -> list[RowVerdict]:
-        """Of each row. ``sampling``: the rows that ``choices`` is of."""
-        kept = choices.kept
+    def _report(self, batch: Batch, choices: Choices, computed: list[int]) -> list[RowVerdict]:
+        """Of each row."""
+        sampling, kept = batch.sampling, choices.kept
         if len(sampling) < len(computed):
             chosen = dict(zip(sampling, kept, strict=True))
             kept = [chosen.get(row, []) for row in range(len(computed))]
-        names = [row.request for row in batch.rows]
-        verdicts = list(map(RowVerdict, names, kept, computed))
+        verdicts = list(map(RowVerdict, batch.cohort.names, kept, computed))
         if self._speculation.lookahead:
             for row, accepted in zip(sampling, choices.accepted, strict=True):
                 verdicts[row].drafted, verdicts[row].accepted = len(batch.drafts[row]), accepted
