@@ -47,6 +47,11 @@ class ChoiceRows(NamedTuple):
         """Rows of logits that each has."""
         return np.fromiter(map(len, self.drafts), np.int64, len(self.drafts)) + 1
 
+    def select(self, rows: Sequence[int]) -> "ChoiceRows":
+        """These alone."""
+        return ChoiceRows(
+            [self.requests[i] for i in rows], self.positions[list(rows)], [self.drafts[i] for i in rows])
+
 
 @dataclass
 class Choices:

@@ -230,7 +230,7 @@ class ModelRunner:
         if (beyond := ends > known).any():
             row = int(beyond.argmax())
             raise AssertionError(f"{rows[row]} starts at {computed[row]}, but only {known[row]} tokens are known")
-        return Batch(rows, cohort, counts, computed, known, ends == known, counts, [()] * len(rows)), refused
+        return Batch(rows, cohort, counts, computed, ends, known, ends == known, counts, [()] * len(rows)), refused
 
     def _refusal(self, name: str) -> RowVerdict | None:
         resident = self._table.get(name)
@@ -258,7 +258,7 @@ class ModelRunner:
         return proposal.dropped
 
     def _questions(self, batch: Batch) -> list[ProposeRow]:
-        computed, ends = batch.computed.tolist(), (batch.computed + batch.counts).tolist()
+        computed, ends = batch.computed.tolist(), batch.ends.tolist()
         columns = zip(batch.rows, batch.slots, batch.samples, computed, ends, strict=True)
         return [
             ProposeRow(row.request, self._known(slot), row.draft_slots if samples else 0, begin, end)
@@ -323,13 +323,14 @@ class ModelRunner:
 
         A stage that gives no logits learns by the next message what was kept.
         """
-        computed = batch.computed + batch.counts
         if not self._mesh.is_last:
-            self._table.computed[batch.slots] = computed
+            self._table.computed[batch.slots] = batch.ends
             return [RowVerdict(row.request, [], 0) for row in batch.rows], 0
         prompts = self._score_prompts(batch, hidden)
         choices = self._choose(batch, hidden)
+        computed = batch.ends
         if self._speculation.lookahead:
+            computed = computed.copy()
             computed[batch.sampling] += np.array(choices.accepted, np.int64)
         self._table.append(batch.slots[batch.sampling], choices.kept)
         self._table.computed[batch.slots] = computed
@@ -344,8 +345,9 @@ class ModelRunner:
         which, tokens = batch.sampling, batch.heads
         if not which:
             return Choices([], [])
-        requests = batch.cohort.requests
-        rows = ChoiceRows([requests[i] for i in which], batch.known[which], [batch.drafts[i] for i in which])
+        rows = ChoiceRows(batch.cohort.requests, batch.known, batch.drafts)
+        if len(which) < len(batch.rows):
+            rows = rows.select(which)
         if tokens is not None and len(tokens) < len(hidden):
             hidden = hidden[torch.from_numpy(tokens).to(self._device)]
         probs = batch.draft_probs and [batch.draft_probs[i] for i in which]

@@ -100,6 +100,11 @@ class SamplingBatch:
         result: Array = self.columns["greedy"]
         return result
 
+    @property
+    def has_greedy(self) -> bool:
+        """Whether any is: those that are not lie in groups."""
+        return sum(len(group.rows) for group in self.groups) < len(self)
+
     def uniforms(self, stream: Stream) -> Array:
         return uniforms(self.columns["seed"], self.positions, stream)
 
@@ -243,7 +248,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, stream: Stream = Stream.S
     Greedy rows take the largest logit, the lowest id among equals. The others depend on their logits, parameters, seed
     and position only. Rows with NaN or +inf, or with -inf throughout, are faults of their own.
     """
-    if batch.greedy.any():
+    if batch.has_greedy:
         tokens, best = most_probable(logits)
     else:
         best = logits.amax(-1).float()
@@ -271,7 +276,7 @@ def processed_probs(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """
     probs = torch.zeros_like(logits, dtype=torch.float32)
     tokens, best = most_probable(logits)
-    if batch.greedy.any():
+    if batch.has_greedy:
         probs.scatter_(1, tokens[:, None], 1.0)
     for rows, candidates in _candidates(logits, best, batch):
         probs[rows] = candidates.probs(logits.shape[1])
