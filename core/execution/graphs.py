@@ -1,9 +1,11 @@
-"""CUDA graphs: a step of the model recorded once per batch size and replayed with one call.
+"""Graphs: a step of the model recorded once per batch size and replayed with one call.
 
-On a GPU a small decoding step is bound by the launches of its kernels, some ten a layer; a replay launches them all.
-What is captured is the model's forward with attention, for R rows of m queries each: m is 1 for decoding, and 1 + the
-speculator's lookahead for verification. Planning, the head, sampling and whatever differs between steps stay outside.
-A step that no graph fits runs eagerly, and is counted with the reason.
+On a GPU a small decoding step is bound by the launches of its kernels, some ten a layer, and on a CPU what Python does
+between kernels takes about as long as they do; a replay launches them all. What is captured is the model's forward with
+attention, for R rows of m queries each: m is 1 for decoding, and 1 + the speculator's lookahead for verification.
+Planning, the head, sampling and whatever differs between steps stay outside.
+A step that no graph fits runs eagerly, and is counted with the reason. Where recording is as cheap as a step,
+:class:`GraphsOnDemand` records each when it first comes.
 
 A graph remembers addresses. Its inputs are those of :class:`StaticBatch`, its outputs are copied to tensors of ours
 within the graph and from there before the step goes on, so that nothing outside points into memory that the next
@@ -14,7 +16,8 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +29,7 @@ from hotswap.core.execution.device import free_bytes
 from hotswap.core.execution.layout import IntArray
 from hotswap.core.execution.static import GraphKey, StaticBatch
 from hotswap.core.interfaces.attention import AttentionBackend, GraphLevel
+from hotswap.core.interfaces.graphs import CaptureError, GraphDevice, Replay
 from hotswap.core.interfaces.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -36,28 +40,18 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 """(token ids [T], positions [T]) -> tensors [T, ...], the hidden states first."""
 
-Replay = Callable[[], None]
-
 _NOBODY = (np.zeros(0, np.int64),) * 3
 """Slots, lengths and past of a step of padding alone."""
 
 _MIB = 1 << 20
-_BYTES_PER_LAYER = 320 << 10
-"""What the driver keeps for a layer's kernels of one graph; an estimate on the high side, checked after the capture."""
 
 
-class GraphDevice(Protocol):
-    """A device that records what it is given to do."""
-
-    def capture(self, run: Callable[[], None]) -> Replay:
-        """Call ``run`` to warm up, record it, and return what replays the record. All captures share memory for what
-        is only alive within them, so that replays must not overlap."""
-
-
-class CudaGraphs:
+class CudaGraphs(GraphDevice):
     """torch's CUDA graphs on a stream of their own, with one private pool for all. Of several engines in one process
     one captures at a time: a capture waits for the whole device before it begins, which nobody may while it lasts."""
 
+    bytes_per_layer = 320 << 10
+    """What the driver keeps; an estimate on the high side, checked after the capture."""
     _one_at_a_time = threading.Lock()
 
     def __init__(self, device: str) -> None:
@@ -80,12 +74,15 @@ class CudaGraphs:
 
 
 DEVICES: dict[str, Callable[[str], GraphDevice]] = {"cuda": CudaGraphs}
-"""By torch's name of the kind of device."""
+"""By torch's name of the kind of device: those for attention backends that bring none along."""
 
 
-def capturing_device(device: str) -> GraphDevice:
-    """For a device of one of these kinds."""
-    return DEVICES[device.partition(":")[0]](device)
+def capturing_device(device: str, attention: AttentionBackend) -> GraphDevice | None:
+    """What records steps with ``attention`` on ``device``, None where nothing does."""
+    made = attention.graph_device(device)
+    if made is None and (make := DEVICES.get(device.partition(":")[0])) is not None:
+        made = make(device)
+    return made
 
 
 def choose_keys(
@@ -103,29 +100,40 @@ def choose_keys(
     if mode == "off":
         return ()
     level = attention.support().graph_level
-    obstacle = _obstacle(device, dtype, attention, level, facts, ranks)
+    made = attention.graph_device(device)
+    obstacle = _obstacle(device, dtype, attention, level, facts, ranks, made is not None)
     if obstacle is not None:
         if mode == "full":
             raise ConfigError(f"'full' was asked for, but {obstacle}; choose 'auto' or 'off'", "execution.graphs")
         notes.append(f"graphs: off (auto: {obstacle})")
         return ()
     wanted = [1, 1 + lookahead] if lookahead and level >= GraphLevel.UNIFORM else [1]
+    on_demand = made is not None and made.on_demand
     keys = tuple(
-        GraphKey(rows, m) for m in wanted for rows in sizes or default_sizes(min(running, tokens // m))
+        GraphKey(rows, m) for m in wanted for rows in _sizes(sizes, min(running, tokens // m), on_demand)
         if rows * m <= tokens)
-    widths = " or ".join(map(str, wanted))
+    what = "steps" if on_demand else f"{len(keys)} steps"
+    widths = f"{' or '.join(map(str, wanted))} token{'s' * (wanted != [1])}"
     notes.append(
-        f"graphs: {len(keys)} steps of up to {max(key.rows for key in keys)} rows of {widths} "
-        f"token{'s' * (wanted != [1])} are captured ({mode}: {attention.label} and {facts.architecture} allow it)")
+        f"graphs: {what} of up to {max(key.rows for key in keys)} rows of {widths} are captured"
+        f"{' when they first come' * on_demand} ({mode}: {attention.label} and {facts.architecture} allow it)")
     return keys
+
+
+def _sizes(wanted: Sequence[int] | None, most: int, on_demand: bool) -> Sequence[int]:
+    """Numbers of rows; of steps that are captured when they come, the most."""
+    if on_demand:
+        return [max(wanted or [most])]
+    return wanted or default_sizes(most)
 
 
 def _obstacle(
     device: str, dtype: str, attention: AttentionBackend, level: GraphLevel, facts: ModelFacts, ranks: int,
+    recorded: bool,
 ) -> str | None:
-    """Why no step can be captured, None where some can."""
+    """Why no step can be captured, None where some can. ``recorded``: the backend brings along what captures."""
     kind = device.partition(":")[0]
-    if kind not in DEVICES:
+    if not recorded and kind not in DEVICES:
         return f"the device is {kind}, and graphs need {' or '.join(DEVICES)}"
     if level == GraphLevel.NEVER:
         return f"{attention.label} does not say that its steps may be captured"
@@ -146,11 +154,16 @@ def default_sizes(most: int) -> list[int]:
     return [*sizes, *([most] if most else [])]
 
 
-def reserve_bytes(keys: Sequence[GraphKey], num_layers: int, bytes_per_token: int) -> int:
+def reserve_bytes(
+    device: GraphDevice | None, keys: Sequence[GraphKey], num_layers: int, bytes_per_token: int,
+) -> int:
     """What the graphs will take beside the cache, estimated before pages are divided: the activations of the largest
-    one, in memory that eager steps do not share, and what the driver keeps."""
-    largest = max((key.rows * key.queries for key in keys), default=0)
-    return largest * bytes_per_token + len(keys) * num_layers * _BYTES_PER_LAYER
+    one, in memory that eager steps do not share, and what the device keeps."""
+    if device is None or not keys:
+        return 0
+    largest = max(key.rows * key.queries for key in keys)
+    graphs = sum(key.rows for key in keys) if device.on_demand else len(keys)
+    return largest * bytes_per_token + graphs * num_layers * device.bytes_per_layer
 
 
 class StepGraphs:
@@ -178,17 +191,18 @@ class StepGraphs:
         self._told: Counter[str] = Counter()
 
     def capture(self, progress: bool, reserved: int) -> None:
-        """Record every step, the largest first, so that the others fit into its memory. ConfigError where memory ends.
-        """
+        """Record every step, the largest first, so that the others fit into its memory. ConfigError where memory ends,
+        CaptureError where the device cannot record a step."""
         from tqdm import tqdm
 
         before = free_bytes(self._torch_device)
         keys = sorted(self._keys, key=lambda key: key.rows * key.queries, reverse=True)
         try:
+            self.prepare(keys[0], *_NOBODY)
             self._make_outputs(keys[0])
             for key in tqdm(keys, "graphs", unit="graph", disable=None if progress and len(keys) > 4 else True):
                 self.prepare(key, *_NOBODY)
-                self._replays[key] = self._device.capture(lambda key=key: self._run(key))  # type: ignore[misc]
+                self._replays[key] = self._device.capture(partial(self._run, key))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"memory ended after {len(self._replays)} of {len(keys)} graphs: {before // _MIB} MiB were free, "
@@ -241,17 +255,17 @@ class StepGraphs:
 
     def _run(self, key: GraphKey) -> None:
         """What is captured."""
-        tokens = key.rows * key.queries
-        results = self._forward(self._batch.inputs[:tokens], self._batch.positions[:tokens])
-        for output, result in zip(self._outputs, results, strict=True):
-            output[:tokens].copy_(result)
+        for output, result in zip(self._outputs, self._eagerly(key), strict=True):
+            output[: len(result)].copy_(result)
 
     def _make_outputs(self, key: GraphKey) -> None:
-        """Run the largest step once, to see what comes out."""
-        self.prepare(key, *_NOBODY)
+        """Run a step once, to see what comes out."""
+        most = max(key.rows * key.queries for key in self._keys)
+        self._outputs = [result.new_empty(most, *result.shape[1:]) for result in self._eagerly(key)]
+
+    def _eagerly(self, key: GraphKey) -> Sequence[torch.Tensor]:
         tokens = key.rows * key.queries
-        results = self._forward(self._batch.inputs[:tokens], self._batch.positions[:tokens])
-        self._outputs = [torch.empty_like(result, memory_format=torch.contiguous_format) for result in results]
+        return self._forward(self._batch.inputs[:tokens], self._batch.positions[:tokens])
 
     def _lost_pages(self, slots: IntArray, firsts: IntArray) -> bool:
         """Whether a row's first query, at ``firsts`` [n], would see pages that its window has given back."""
@@ -261,3 +275,76 @@ class StepGraphs:
             if (table.pages[slots, oldest] == table.dummy_page).any():
                 return True
         return False
+
+
+class GraphsOnDemand(StepGraphs):
+    """For a device that records as fast as it computes: a step is recorded when it first comes, for its own number of
+    rows, and nothing is padding. ``keys`` say the most rows for each number of queries.
+
+    Its reasons for eager steps: ``eager_long_rows``, ``eager_many_rows``, and ``eager_mixed_rows`` (rows of different
+    numbers of tokens, or of a number that no key has).
+    """
+
+    def capture(self, progress: bool, reserved: int) -> None:
+        """Whether what is recorded is all that a step does: a replay for another token must give what the step gives,
+        or else CaptureError."""
+        key = GraphKey(1, self._keys[0].queries)
+        super().prepare(key, *_NOBODY)
+        self._make_outputs(key)
+        self._replays[key] = self._device.capture(partial(self._run, key))
+        self._count("graph_captures")
+        self._batch.inputs.fill_(1)
+        self._batch.positions.fill_(1)
+        expected = self._eagerly(key)
+        self._replays[key]()
+        for output, result in zip(self._outputs, expected, strict=True):
+            if not torch.allclose(output[: len(result)], result, rtol=0.0, atol=0.0, equal_nan=True):
+                raise CaptureError(
+                    "a replayed step gives other numbers than the step: something in it is neither an operator of "
+                    "torch's nor a kernel that is recorded")
+
+    def find(self, slots: IntArray, lengths: IntArray, past: IntArray) -> GraphKey | None:
+        """The step of these rows, whether or not it has been recorded yet; None, and counted, where none may be."""
+        rows, queries = len(slots), int(lengths[0])
+        most = max((key.rows for key in self._keys if key.queries == queries), default=0)
+        if int(lengths.max()) > self._keys[-1].queries:
+            self._count("eager_long_rows")
+        elif not most or (lengths != queries).any():
+            self._count("eager_mixed_rows")
+        elif rows > most:
+            self._count("eager_many_rows")
+        else:
+            return GraphKey(rows, queries)
+        return None
+
+    def prepare(self, key: GraphKey, slots: IntArray, lengths: IntArray, past: IntArray) -> None:
+        self._batch.fill_exactly(key, slots, past)
+        self._cache.plan(self._batch.layout(key))
+
+    def replay(self, key: GraphKey, lengths: IntArray) -> list[torch.Tensor]:
+        if key in self._replays:
+            self._replays[key]()
+            self._count("graph_replays")
+        else:
+            self._record(key)
+        return [output[: key.rows * key.queries].clone() for output in self._outputs]
+
+    def _record(self, key: GraphKey) -> None:
+        """It is computed, too. A step that cannot be recorded stays eager."""
+        run = partial(self._run, key)
+        try:
+            self._replays[key] = self._device.capture(run)
+            self._count("graph_captures")
+        except CaptureError as error:
+            logger.warning("steps of %d rows of %d tokens run eagerly, since %s", *key, error)
+            self._replays[key] = run
+            run()
+
+
+def step_graphs(
+    keys: Sequence[GraphKey], device: GraphDevice, table: RequestTable, cache: PagedCache,
+    windows: Mapping[str, int | None], forward: Forward, torch_device: str, prefix: str = "",
+) -> StepGraphs:
+    """As ``device`` records."""
+    graphs = GraphsOnDemand if device.on_demand else StepGraphs
+    return graphs(keys, device, table, cache, windows, forward, torch_device, prefix)

@@ -15,9 +15,10 @@ from hotswap.core.errors import ComponentError
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import blaming
-from hotswap.core.execution.graphs import GraphDevice, StepGraphs
+from hotswap.core.execution.graphs import StepGraphs, step_graphs
 from hotswap.core.execution.layout import IntArray, batch_layout
 from hotswap.core.execution.static import GraphKey
+from hotswap.core.interfaces.graphs import GraphDevice
 from hotswap.core.interfaces.model import Attend
 from hotswap.core.interfaces.speculator import Drafts, DraftStep, ObservedRow, ProposeRow, Span, Speculator
 
@@ -66,7 +67,7 @@ class SpeculatorCache:
         def forward(_: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
             return [step.run([x[: len(positions)] for x in self._inputs], positions, cache.attend)]
 
-        self.graphs = StepGraphs(keys, device, table, cache, windows, forward, self._device, "draft_")
+        self.graphs = step_graphs(keys, device, table, cache, windows, forward, self._device, "draft_")
         self.graphs.capture(progress, reserved)
 
     def step(self, step: DraftStep, spans: Sequence[Span], inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
 from hotswap.core.execution.device import free_bytes, memory_errors
-from hotswap.core.execution.graphs import GraphDevice, StepGraphs, capturing_device, reserve_bytes
+from hotswap.core.execution.graphs import capturing_device, reserve_bytes, step_graphs
 from hotswap.core.execution.placed import Placed, check_needs, check_support, keys_for, rehearse
 from hotswap.core.execution.runner import ModelRunner
 from hotswap.core.execution.settings import WorkerSettings
@@ -23,6 +23,7 @@ from hotswap.core.execution.speculation import Speculation, SpeculatorCache
 from hotswap.core.execution.static import GraphKey
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GroupShape
 from hotswap.core.interfaces.component import Component, ComponentRef
+from hotswap.core.interfaces.graphs import CaptureError, GraphDevice
 from hotswap.core.interfaces.kv_transfer import AxisShard, TransferWorker
 from hotswap.core.interfaces.kvcache import CachePlan, CacheSpec
 from hotswap.core.interfaces.logits import LogitsProcessor
@@ -51,7 +52,7 @@ class ModelWorker:
         self._settings, self._clock, self._transfer = settings, clock, transfer
         self._mesh, self._rank, self._weight_bytes = mesh, rank, 0
         self._keys = self._keys_to_capture()
-        self._graph_device = capturing_device(settings.device) if self._keys else None
+        self._graph_device = capturing_device(settings.device, attention) if self._keys else None
         self._chooser = TokenChooser(
             processors if mesh.is_last and mesh.leads else (), facts.vocab_size, settings.device)
         self._placed = self._place(attention, speculator, self._keys)
@@ -203,12 +204,15 @@ class ModelWorker:
             why = "ranks exchange tokens in numbers that differ from step to step"
         elif not (keys and self._transfer is not None and self._transfer.layerwise):
             return keys
-        if not keys:
-            return keys
-        if self._settings.needs_graphs:
-            raise ConfigError(f"'full' was asked for, but {why}; choose 'auto' or 'off'", "execution.graphs")
-        logger.warning("graphs: off after all, since %s", why)
+        if keys:
+            self._without_graphs(why)
         return ()
+
+    def _without_graphs(self, why: str, cause: Exception | None = None) -> None:
+        if self._settings.needs_graphs:
+            raise ConfigError(
+                f"'full' was asked for, but {why}; choose 'auto' or 'off'", "execution.graphs") from cause
+        logger.warning("graphs: off after all, since %s", why)
 
     def _capture(
         self, runner: ModelRunner, device: GraphDevice, table: RequestTable, cache: PagedCache,
@@ -218,13 +222,18 @@ class ModelWorker:
         step = placed.needs.step
         windows = {group: shape.window for group, shape in shapes.items()}
         own = {spec.group: windows.pop(spec.group) for spec in placed.needs.cache_specs}
-        runner.graphs = StepGraphs(placed.keys, device, table, cache, windows, runner.forward, settings.device)
-        with torch.inference_mode():
-            runner.graphs.capture(settings.progress, self._graph_bytes(placed))
-            if step is not None:
-                keys = [key for key in placed.keys if key.queries == 1]
-                placed.own_cache.capture(step, keys, device, own, settings.progress, self._draft_graph_bytes(placed))
-                runner.draft_graphs = placed.own_cache.graphs
+        runner.graphs = step_graphs(placed.keys, device, table, cache, windows, runner.forward, settings.device)
+        try:
+            with torch.inference_mode():
+                runner.graphs.capture(settings.progress, self._graph_bytes(placed))
+                if step is not None:
+                    keys = [key for key in placed.keys if key.queries == 1]
+                    placed.own_cache.capture(
+                        step, keys, device, own, settings.progress, self._draft_graph_bytes(placed))
+                    runner.draft_graphs = placed.own_cache.graphs
+        except CaptureError as error:
+            runner.graphs = placed.own_cache.graphs = None
+            self._without_graphs(str(error), error)
 
     def execute(self, message: StepMessage) -> Verdict:
         assert self._runner is not None, "execute before allocate"
@@ -283,14 +292,15 @@ class ModelWorker:
         return (8 * facts.hidden_size + (facts.mlp_width or 12 * facts.hidden_size)) * itemsize
 
     def _graph_bytes(self, placed: Placed) -> int:
-        return reserve_bytes(placed.keys, self._facts.num_layers, self._bytes_per_token())
+        return reserve_bytes(self._graph_device, placed.keys, self._facts.num_layers, self._bytes_per_token())
 
     def _draft_graph_bytes(self, placed: Placed) -> int:
         """A draft model's activations are taken to be as wide as the target's."""
         if placed.needs.step is None:
             return 0
         layers = sum(len(spec.layers) for spec in placed.needs.cache_specs)
-        return reserve_bytes([key for key in placed.keys if key.queries == 1], layers, self._bytes_per_token())
+        keys = [key for key in placed.keys if key.queries == 1]
+        return reserve_bytes(self._graph_device, keys, layers, self._bytes_per_token())
 
 
 def _weakly(draw: Draw) -> Draw:

@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hotswap.core.interfaces.component import Component, Exchange
+from hotswap.core.interfaces.graphs import GraphDevice
 from hotswap.core.interfaces.layout import BatchLayout
 
 if TYPE_CHECKING:
@@ -99,6 +100,11 @@ class AttentionBackend(Component):
         size finds its part. A dimension of several things has a name of its own, which no other layout shares."""
         layouts = self.support().layouts
         return layouts[0] if layouts else NHD
+
+    def graph_device(self, device: str) -> GraphDevice | None:
+        """What records steps with this backend on ``device`` ("cpu", "cuda:1"); None: what core has for such devices,
+        which is CUDA graphs. Asked where ``support().graph_level`` allows any."""
+        return None
 
     @abstractmethod
     def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> Any:

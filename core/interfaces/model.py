@@ -33,7 +33,7 @@ class ModelFacts:
     which stages of a pipeline are balanced. Empty: all layers are alike. ``mlp_width``: values a token that the widest
     MLP holds at a time, for the estimate of a step's memory; 0: not said.
 
-    ``capturable``: dtypes in which ``forward`` may be captured in a CUDA graph: the operations and shapes of a step
+    ``capturable``: dtypes in which ``forward`` may be captured in a graph: the operations and shapes of a step
     depend on the number of its tokens alone, nothing is read back to the host, and nothing that it computes outlives
     the step (``statistics`` aside).
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hotswap.core.execution.graphs import Replay
+from hotswap.core.interfaces.graphs import GraphDevice, Replay
 
 _READS_BACK = ("item", "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
 """Operations whose result the host waits for, or whose shape depends on what tensors hold."""
@@ -111,8 +111,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return value
 
 
-class RecordingGraphs:
-    """Implements ``GraphDevice``. ``graphs``: operations of each capture; ``replays``: how many there were."""
+class RecordingGraphs(GraphDevice):
+    """``graphs``: operations of each capture; ``replays``: how many there were."""
+
+    bytes_per_layer = 320 << 10
 
     def __init__(self, device: str = "cpu") -> None:
         self.graphs: list[int] = []

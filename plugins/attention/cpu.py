@@ -8,11 +8,20 @@ import numpy as np
 import torch
 
 from hotswap.core.execution.layout import IntArray
-from hotswap.core.interfaces.attention import HND, AttentionBackend, AttentionSupport, BatchLimits, GroupShape
+from hotswap.core.interfaces.attention import (
+    HND,
+    AttentionBackend,
+    AttentionSupport,
+    BatchLimits,
+    GraphLevel,
+    GroupShape,
+)
+from hotswap.core.interfaces.graphs import GraphDevice
 from hotswap.core.interfaces.layout import BatchLayout
 from hotswap.plugins.attention.pages import zeros
 from hotswap.plugins.cpu import attention_words as w
-from hotswap.plugins.cpu.team import Kernel, check_numba, compile_kernels, team_note
+from hotswap.plugins.cpu.recording import StepRecorder
+from hotswap.plugins.cpu.team import Kernel, check_numba, compile_kernels, is_recorded, team_note
 
 LANES = 16
 """Lines of scratch memory are whole vectors of the widest registers."""
@@ -43,7 +52,11 @@ class CPUAttention(AttentionBackend):
         converts = platform.machine() in ("aarch64", "arm64") or torch.backends.cpu.get_cpu_capability() != "DEFAULT"
         return AttentionSupport(
             devices=("cpu",), dtypes=("float32", "bfloat16", *(("float16",) if converts else ())), layouts=(HND,),
-            needs_clean_pages=True, leaves_clean_pages=True, rounding=0.0, note=team_note())
+            needs_clean_pages=True, leaves_clean_pages=True, graph_level=GraphLevel.UNIFORM, rounding=0.0,
+            note=team_note())
+
+    def graph_device(self, device: str) -> GraphDevice:
+        return StepRecorder()
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
         """Two tensors [pages, K, S, D], zeroed, as the torch backend's, so that one can go on with the other's."""
@@ -72,7 +85,10 @@ class _State:
 
     def __init__(self, group: str, shape: GroupShape, itemsize: int, plan: Kernel, attend: Kernel) -> None:
         self.group, self.itemsize, self._plan, self._attend = group, itemsize, plan, attend
-        self.words = np.zeros(w.NUM_WORDS, np.int64)
+        self.words = np.zeros(w.NUM_WORDS + 8, np.int64)
+        self.words = self.words[-self.words.ctypes.data % 64 // 8:]
+        self._set((w.COUNTERS, self.words.ctypes.data))
+        self.size, self.memory = 8 * w.TABLE, self.words
         self.address = self.words.ctypes.data
         self.step: tuple[torch.Tensor, ...] = ()
         self.members = 0
@@ -95,7 +111,6 @@ class _State:
             self._set((word, offset))
             offset += -(-size // 64) * 64
         self._set((w.SCRATCH_BYTES, offset))
-        self._hold(w.COUNTERS, w.NUM_COUNTERS * 8)
 
     def prepare(self, layout: BatchLayout) -> None:
         pages = layout.groups[self.group]
@@ -106,9 +121,9 @@ class _State:
             (w.TABLE, table.data_ptr()), (w.TABLE_WIDTH, table.shape[1]), (w.SLOTS, slots.data_ptr()),
             (w.STARTS, starts.data_ptr()), (w.LENGTHS, lengths.data_ptr()), (w.ROWS, len(lengths)),
             (w.TOKENS, len(slots)))
-        self._plan(self.address, shared=False)
+        self._plan(self, shared=False)
         if self._grow():
-            self._plan(self.address, shared=False)
+            self._plan(self, shared=False)
         self.shared = bool(self.words[w.NUM_ITEMS] > 1)
 
     def _grow(self) -> bool:
@@ -129,14 +144,14 @@ class _State:
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
         assert out.stride(2) == 1, f"the numbers of a head must lie side by side, but out has strides {out.stride()}"
         size = self.itemsize
-        self.words[: w.TABLE] = (
+        self.words[: w.TABLE] = (*[0] * 24,
             q.data_ptr(), k.data_ptr(), v.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(),
             *(size * stride for tensor in (q, k, v, out) for stride in tensor.stride()[:2]))
-        self._held[w.COUNTERS][:] = 0
-        if (members := torch.get_num_threads() if self.shared else 1) > self.members:
+        shared = self.shared or is_recorded()
+        if (members := torch.get_num_threads() if shared else 1) > self.members:
             self.members = members
             self._hold(w.SCRATCH, members * int(self.words[w.SCRATCH_BYTES]))
-        self._attend(self.address, self.shared)
+        self._attend(self, shared)
 
     def _set(self, *words: tuple[int, int]) -> None:
         for word, value in words:

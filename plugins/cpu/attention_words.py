@@ -16,7 +16,7 @@ Sizes in numbers or pieces, strides in bytes. The cache is HND: vector (page K +
     # what the threads change: counters, and scratch memory for each thread, by offsets
     COUNTERS, SCRATCH, SCRATCH_BYTES, SUMS, SCORES, PLACES, COLUMNS, LINES, GREATEST, TOTALS,
     NUM_WORDS,
-) = range(50)
+) = range(24, 74)
 
 (ROW, LONG, TOKEN, COUNT, POSITION, HEAD, BEGIN, END, PART, PARTS, PARTIAL, ARRIVAL, NUM_FIELDS) = range(13)
 """Of an item: ``COUNT`` queries, from ``TOKEN`` of the batch and ``POSITION`` of ``ROW`` on, with the keys of ``HEAD``

@@ -4,6 +4,7 @@ torch's operators fork and join through an OpenMP runtime, which keeps a pool of
 Every such runtime has the entry point that GCC's compiled code calls, ``GOMP_parallel`` (LLVM's has it for
 compatibility), and what it runs is any C function of one pointer. numba compiles such functions, and no compiler needs
 to be installed for that. The call releases the interpreter's lock, and several threads may call at once.
+Calls can be recorded (:func:`recording`), and made again without Python: :mod:`.recording` does that.
 
 A kernel takes the address of an array of int64 words: addresses, sizes, strides, whatever it was made for. All threads
 of the team run it at once with the same words; they divide the work among themselves by an atomic counter
@@ -20,12 +21,12 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tqdm import tqdm
@@ -73,6 +74,55 @@ def team_note() -> str:
     return "kernels run on one thread, since torch's OpenMP runtime has no GOMP_parallel"
 
 
+def parallel_address() -> int:
+    """Of the same function; 0 where there is none."""
+    function = _parallel()
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+class KernelWords(Protocol):
+    """Where a call's words lie. Of those the first ``size`` bytes are the call's own, counters at their beginning
+    values included; behind them may be what stays or is changed between calls. ``memory`` keeps them all."""
+
+    address: int
+    size: int
+    memory: Any
+
+
+class Call(NamedTuple):
+    """Of a kernel, by addresses. ``kept``: what the call's own words were. ``owner``: what keeps their memory."""
+
+    kernel: int
+    words: int
+    kept: bytes
+    shared: bool
+    owner: Any
+
+
+class _Recording(threading.local):
+    note: Callable[[Call], None] | None = None
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recording(note: Callable[[Call], None]) -> Iterator[None]:
+    """``note`` gets each call that this thread makes. What the words of these calls point to must stay where it is:
+    tensors that operators of torch's make at a call are seen to by who records; anything else must live as long as the
+    layer or the part that calls, and be nobody else's (see :class:`ThreadWords` and :func:`is_recorded`)."""
+    _recording.note = note
+    try:
+        yield
+    finally:
+        _recording.note = None
+
+
+def is_recorded() -> bool:
+    """Whether this thread's calls are recorded: memory that it keeps between calls must then be left alone."""
+    return _recording.note is not None
+
+
 class Kernel:
     """A decorator: ``function(data)`` of numba's subset, ``data`` a ``voidptr``, compiled when that is asked for.
 
@@ -90,24 +140,38 @@ class Kernel:
             self._address, self._alone = compiled.address, compiled.ctypes  # in this order: another may be calling
             self._compiled = compiled  # last: another thread may be asking
 
-    def __call__(self, data: int, shared: bool) -> None:
-        """Run with the words at the address ``data``, on this thread, or if ``shared`` on ``torch.get_num_threads()``;
-        returns when all have returned. RuntimeError where it is not compiled."""
+    def __call__(self, words: KernelWords, shared: bool) -> None:
+        """Run with these words, on this thread, or if ``shared`` on ``torch.get_num_threads()``; returns when all have
+        returned. RuntimeError where it is not compiled."""
         if self._alone is None:
             raise RuntimeError(f"kernel {self._function.__name__} is called, and nobody has compiled it")
+        data = words.address
+        if _recording.note is not None:
+            kept = ctypes.string_at(data, words.size)
+            _recording.note(Call(self._address, data, kept, shared, words.memory))
         if shared and (threads := torch.get_num_threads()) > 1 and (parallel := _parallel()) is not None:
             parallel(self._address, data, threads, 0)
         else:
             self._alone(data)
 
 
-class Words(threading.local):
-    """Memory for ``size`` bytes of a kernel's words, of each thread its own, which begins with a cache line."""
+class Words:
+    """Memory for ``size`` bytes of a kernel's words, which begins with a cache line."""
 
     def __init__(self, size: int) -> None:
-        self.memory = ctypes.create_string_buffer(size + 64)
+        self.size, self.memory = size, ctypes.create_string_buffer(size + 64)
         self.skip = -ctypes.addressof(self.memory) % 64
         self.address = ctypes.addressof(self.memory) + self.skip
+
+
+class ThreadWords(threading.local):
+    """Of each thread its own words, and of each recorded call, whose words stay what they are. ``make`` makes them."""
+
+    def __init__(self, make: Callable[[], Words]) -> None:
+        self._make, self._kept = make, make()
+
+    def of_call(self) -> Words:
+        return self._kept if _recording.note is None else self._make()
 
 
 def compile_kernels(kernels: Collection[Kernel]) -> None:

@@ -1,6 +1,7 @@
 """The ``cpu`` operators: tells :mod:`hotswap.plugins.cpu.operator_kernels` where the tensors are."""
 
 import struct
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.operators import Operators, OperatorSet
 from hotswap.plugins.cpu import operator_words as w
-from hotswap.plugins.cpu.team import Kernel, Words, check_numba, compile_kernels
+from hotswap.plugins.cpu.team import Kernel, ThreadWords, Words, check_numba, compile_kernels
 
 SHARED_FROM = 32_768
 """Numbers that are worth another thread: to fork and to join takes as long as a thread needs for about so many."""
@@ -41,7 +42,7 @@ class CPUOperators(Operators):
 
 class _CPUOperatorSet(OperatorSet):
     def __init__(self, kernel: Kernel, dtype: torch.dtype) -> None:
-        self._kernel, self._itemsize, self._words = kernel, dtype.itemsize, Words(_WORDS.size)
+        self._kernel, self._itemsize, self._words = kernel, dtype.itemsize, ThreadWords(partial(Words, _WORDS.size))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -81,8 +82,8 @@ class _CPUOperatorSet(OperatorSet):
         shared = tokens > 1 and tokens * heads * size >= 2 * SHARED_FROM
         # Small, so that a thread that has lost its core delays nobody.
         share = -(-tokens // (4 * torch.get_num_threads())) if shared else tokens
-        words, step = self._words, self._itemsize
+        words, step = self._words.of_call(), self._itemsize
         _WORDS.pack_into(
             words.memory, words.skip, 0, words.address, operator, tokens, share, heads, size, step, x, x_token * step,
             x_head * step, other, other_token * step, vector, vector_token * step, out, eps)
-        self._kernel(words.address, shared)
+        self._kernel(words, shared)

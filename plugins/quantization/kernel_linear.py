@@ -3,6 +3,7 @@
 
 import struct
 import threading
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 from hotswap.core.modeling.linear import PART_VALUES, tensor_bytes
 from hotswap.plugins.cpu import linear_words as w
 from hotswap.plugins.cpu import memory
-from hotswap.plugins.cpu.team import Kernel, Words, compile_kernels, team_note
+from hotswap.plugins.cpu.team import Kernel, ThreadWords, Words, compile_kernels, is_recorded, team_note
 from hotswap.plugins.quantization.grouped import Groups
 from hotswap.plugins.quantization.torch_support import processor_has
 
@@ -35,6 +36,8 @@ class _Scratch(threading.local):
 
     def of(self, size: int) -> torch.Tensor:
         """At least ``size`` bytes."""
+        if is_recorded():
+            return torch.empty(size, dtype=torch.uint8)  # which stays where it is for the record
         if size <= self.size:
             return self.memory
         found = torch.empty(size, dtype=torch.uint8)
@@ -71,15 +74,15 @@ class KernelLinear:
             self._bias[: self._out_features] = bias
         self.nbytes = tensor_bytes(self._weights, self._bias)
         self._row_bytes, self._size = w.ROW_BYTES * groups.scales.shape[1], self._weights.numel()
-        self._words = _LayerWords(
-            self._in_features, groups.scales.shape[1], self._weights.data_ptr(), self._bias.data_ptr(),
-            self._out_features * dtype.itemsize, self._out_features)
+        self._words = ThreadWords(partial(
+            _LayerWords, self._in_features, groups.scales.shape[1], self._weights.data_ptr(), self._bias.data_ptr(),
+            self._out_features * dtype.itemsize, self._out_features))
         kernels = import_module("hotswap.plugins.cpu.linear_kernels")  # late: it imports numba
         self._kernel: Kernel = getattr(kernels, f"multiply_{groups.bits}_{str(dtype).removeprefix('torch.')}")
         compile_kernels([self._kernel])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        words, (tokens, _), (row, column) = self._words, x.shape, x.stride()  # quicker than asking one by one
+        words, (tokens, _), (row, column) = self._words.of_call(), x.shape, x.stride()  # quicker than asking one by one
         out = x.new_empty(tokens, self._out_features)
         if not tokens:
             return out
@@ -91,12 +94,12 @@ class KernelLinear:
         _CALL.pack_into(
             words.memory, words.skip, 0, tokens, threads, x.data_ptr(), row * x.itemsize, scratch.data_ptr(),
             out.data_ptr())
-        self._kernel(words.address, shared)
+        self._kernel(words, shared)
         return out
 
 
 class _LayerWords(Words):
-    """Of each thread its own, with what stays the same."""
+    """With what is the same in each call of a layer."""
 
     def __init__(self, *layer: int) -> None:
         super().__init__(8 * w.NUM_WORDS)

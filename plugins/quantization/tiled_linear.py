@@ -3,6 +3,7 @@ where they are."""
 
 import struct
 from collections.abc import Iterable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -12,7 +13,7 @@ from hotswap.core.interfaces.quantization import LinearWeight
 from hotswap.core.modeling.linear import dense_parts, tensor_bytes
 from hotswap.plugins.cpu import bfloat16_words as w
 from hotswap.plugins.cpu import memory
-from hotswap.plugins.cpu.team import Kernel, Words, compile_kernels, team_note
+from hotswap.plugins.cpu.team import Kernel, ThreadWords, Words, compile_kernels, team_note
 from hotswap.plugins.quantization.torch_support import AMX, processor_has
 
 _WORDS = struct.Struct(f"{w.COUNTERS}q{w.NUM_WORDS - w.COUNTERS}q")
@@ -63,12 +64,12 @@ class TiledLinear:
             self._bias[: self._out_features] = weight.bias
         self._bias_words = (_NO_BIAS.data_ptr(), 0) if self._bias is None else (self._bias.data_ptr(), w.TILE * 4)
         self.nbytes = tensor_bytes(*packed, self._bias)
-        self._words, self._alone = Words(_WORDS.size), self.nbytes < ALONE
+        self._words, self._alone = ThreadWords(partial(Words, _WORDS.size)), self.nbytes < ALONE
         self._kernel: Kernel = import_module("hotswap.plugins.cpu.bfloat16_kernels").multiply_bfloat16  # imports numba
         compile_kernels([self._kernel])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        tokens, words = x.shape[0], self._words  # len() of a tensor takes ten times as long
+        tokens, words = x.shape[0], self._words.of_call()  # len() of a tensor takes ten times as long
         out = torch.empty(tokens, self._out_features, dtype=x.dtype)
         x = x if x.stride(1) == 1 else x.contiguous()
         shared = tokens > 1 or not self._alone
@@ -77,7 +78,7 @@ class TiledLinear:
             words.memory, words.skip, *_COUNTERS, words.address, tokens, self._in_features // 2,
             x.data_ptr(), 2 * x.stride(0), self._address, self._num_tiles, some, MANY_ROWS,
             *self._bias_words, out.data_ptr(), 2 * self._out_features, self._out_features)
-        self._kernel(words.address, shared)
+        self._kernel(words, shared)
         return out
 
 

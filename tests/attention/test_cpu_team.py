@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hotswap.plugins.cpu import team
-from hotswap.plugins.cpu.team import Kernel, compile_kernels
+from hotswap.plugins.cpu.team import Kernel, Words, compile_kernels
 
 numba = pytest.importorskip("numba")
 
@@ -38,9 +38,10 @@ def kept(tmp_path, monkeypatch):
 
 def run(kernel, *arrays, shared=False):
     """The first of ``arrays`` after a run of ``kernel``, whose words are their addresses."""
-    words = np.array([array.ctypes.data for array in arrays])
+    words = Words(8 * len(arrays))
+    words.memory[words.skip : words.skip + words.size] = np.array([array.ctypes.data for array in arrays]).tobytes()
     compile_kernels([kernel])
-    kernel(words.ctypes.data, shared)
+    kernel(words, shared)
     return arrays[0]
 
 
@@ -56,7 +57,7 @@ def test_a_kernel_runs_once_on_each_of_torch_s_threads_or_on_the_calling_one(kep
 
 def test_a_kernel_that_nobody_has_compiled_is_named():
     with pytest.raises(RuntimeError, match="count_up is called, and nobody has compiled it"):
-        Kernel(count_up)(0, shared=False)
+        Kernel(count_up)(Words(8), shared=False)
 
 
 def test_a_kernel_is_kept_until_any_of_its_sources_changes(kept, monkeypatch):

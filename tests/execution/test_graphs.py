@@ -314,8 +314,11 @@ def test_the_first_of_two_steps_in_flight_keeps_its_results(make, prompts):
 class Graphable:
     """Stands for an attention backend."""
 
-    def __init__(self, level=GraphLevel.UNIFORM):
-        self.level, self.label = level, "kind:name"
+    def __init__(self, level=GraphLevel.UNIFORM, device=None):
+        self.level, self.label, self.device = level, "kind:name", device
+
+    def graph_device(self, device):
+        return self.device
 
     def support(self):
         return AttentionSupport(graph_level=self.level)
@@ -323,13 +326,13 @@ class Graphable:
 
 def choose(
         graphs="auto", sizes=None, device="cuda:0", level=GraphLevel.UNIFORM, capturable=("bfloat16",), lookahead=0,
-        ranks=1):
+        ranks=1, brought=None):
     notes = []
     config = Config(
         model="m", scheduler={"max_running": 6, "max_batch_tokens": 20},
         execution={"graphs": graphs, "batch_sizes": sizes})
     facts = ModelFacts("TinyForCausalLM", 2, 8, 16, 32, capturable=capturable)
-    return choose_keys(config, device, "bfloat16", Graphable(level), facts, lookahead, ranks, notes), notes
+    return choose_keys(config, device, "bfloat16", Graphable(level, brought), facts, lookahead, ranks, notes), notes
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
@@ -354,6 +357,19 @@ def test_auto_says_what_it_captures():
     keys, [note] = choose(lookahead=3)
     assert keys == tuple(GraphKey(rows, m) for m, sizes in ((1, (1, 2, 4, 6)), (4, (1, 2, 4, 5))) for rows in sizes)
     assert "8 steps of up to 6 rows of 1 or 4 tokens" in note
+
+
+def test_a_backend_may_bring_along_what_records_and_then_steps_are_captured_when_they_come():
+    class Quick(RecordingGraphs):
+        on_demand = True
+
+    keys, [note] = choose(device="cpu", lookahead=3, brought=Quick())
+    assert keys == (GraphKey(6, 1), GraphKey(5, 4))  # the most rows, which have 20 tokens at most
+    assert note == (
+        "graphs: steps of up to 6 rows of 1 or 4 tokens are captured when they first come "
+        "(auto: kind:name and TinyForCausalLM allow it)")
+    assert choose(device="cpu", sizes=[1, 4], brought=Quick())[0] == (GraphKey(4, 1),)
+    assert choose(device="cpu", brought=RecordingGraphs())[0] == choose()[0]
 
 
 def test_one_token_a_row_is_all_that_some_backends_allow():
@@ -402,7 +418,7 @@ def test_memory_of_graphs_is_set_aside_before_pages_are_divided(model, monkeypat
             model, model.facts({}), TorchAttention(), NoSpeculator(), (), settings, lambda: 0.0).info().free_bytes
 
     per_token = 20 * 32 * 4
-    assert free(()) - free(KEYS) == reserve_bytes(KEYS, 2, per_token) > 4 * per_token
+    assert free(()) - free(KEYS) == reserve_bytes(RecordingGraphs(), KEYS, 2, per_token) > 4 * per_token
 
 
 def test_a_capture_without_memory_says_what_to_lower(make, monkeypatch):
@@ -412,7 +428,7 @@ def test_a_capture_without_memory_says_what_to_lower(make, monkeypatch):
                 raise torch.OutOfMemoryError("planted")
             return super().capture(run)
 
-    monkeypatch.setattr(worker, "capturing_device", Full)
+    monkeypatch.setattr(worker, "capturing_device", lambda device, attention: Full(device))
     with pytest.raises(ConfigError, match="memory ended after 2 of 3 graphs: .* MiB were free, .*kvcache.memory"):
         make()
 

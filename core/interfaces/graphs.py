@@ -1,0 +1,30 @@
+"""What records steps of the model on a kind of device, and replays them. An attention backend may bring one along."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+Replay = Callable[[], None]
+
+
+class CaptureError(Exception):
+    """What was given to do cannot be recorded; the message says why."""
+
+
+class GraphDevice(ABC):
+    """A device that records what it is given to do: operations on addresses, and no Python between them.
+
+    ``on_demand``: recording a step costs about as much as the step. Then each number of rows is recorded when it first
+    comes, exactly and without padding, instead of some numbers at the start. ``bytes_per_layer``: what a record keeps
+    for each layer of a model, at the most.
+    """
+
+    on_demand: ClassVar[bool] = False
+    bytes_per_layer: ClassVar[int]
+
+    @abstractmethod
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """Call ``run`` to warm up where that is needed, record it, and return what replays the record, on the thread
+        that steps run on. If ``on_demand``, ``run`` is called once, and its results are good. All captures share memory
+        for what is only alive within them, so that replays must not overlap. CaptureError for what cannot be recorded.
+        """

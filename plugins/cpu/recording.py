@@ -1,0 +1,135 @@
+"""Records a step on a CPU and replays it: kernels of our own by one call for all that follow each other, operators of
+torch's one by one, and nothing else of the Python that asked for them.
+
+Where a decoding step has few rows, Python takes as long to say where the tensors of a layer are as the threads to
+multiply. What it says is the same for each step of as many rows, as long as the tensors lie where they lay: those that
+are made within the step get memory of the recorder's own (:mod:`.arena`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hotswap.core.interfaces.graphs import CaptureError, GraphDevice, Replay
+from hotswap.plugins.cpu.arena import Arena
+from hotswap.plugins.cpu.team import Call, Kernel, compile_kernels, parallel_address, recording
+
+_SHAPED_BY_VALUES = frozenset({
+    "nonzero", "nonzero_numpy", "argwhere", "where.default", "masked_select", "bincount", "repeat_interleave.Tensor",
+    "repeat_interleave.self_Tensor", "_unique", "_unique2", "unique_dim", "unique_consecutive",
+    "unique_dim_consecutive"})
+"""Operators, or overloads, whose result has a shape that depends on what tensors hold."""
+
+_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+"""Operators that give memory and do nothing with it."""
+
+
+class StepRecorder(GraphDevice):
+    """For CPUs. Of what is neither a kernel of ours nor an operator of torch's, nothing is recorded."""
+
+    on_demand = True
+    bytes_per_layer = 4 << 10
+
+    def __init__(self) -> None:
+        self._arena = Arena()
+        self._replay: Kernel = import_module("hotswap.plugins.cpu.replay_kernels").replay  # late: it imports numba
+        compile_kernels([self._replay])
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        parts: list[Call | Replay] = []
+        with recording(parts.append), _Operators(self._arena, parts.append):
+            run()
+        steps, calls = list[Replay](), list[Call]()
+        for part in [*parts, None]:
+            if isinstance(part, Call):
+                calls.append(part)
+                continue
+            if calls:
+                steps.append(_Calls(self._replay, calls))
+                calls = []
+            if part is not None:
+                steps.append(part)
+        return lambda: _in_turn(steps)
+
+
+def _in_turn(steps: Sequence[Replay]) -> None:
+    for step in steps:
+        step()
+
+
+class _Calls:
+    """Calls of kernels without anything between them: the words of the kernel that makes them, as
+    :mod:`.replay_words` names them."""
+
+    def __init__(self, replay: Kernel, calls: Sequence[Call]) -> None:
+        self._replay, self._owners = replay, [call.owner for call in calls]
+        offsets = np.cumsum([0, *(len(call.kept) for call in calls)])
+        self._kept = np.frombuffer(b"".join(call.kept for call in calls), np.uint8)
+        start = self._kept.ctypes.data
+        self._calls = np.array([
+            (call.kernel, call.words, start + offset, len(call.kept), call.shared)
+            for call, offset in zip(calls, offsets, strict=False)], np.int64)
+        threads = torch.get_num_threads()
+        self.memory = np.array(
+            [self._calls.ctypes.data, len(calls), parallel_address() if threads > 1 else 0, threads], np.int64)
+        self.address, self.size = self.memory.ctypes.data, self.memory.nbytes
+
+    def __call__(self) -> None:
+        self._replay(self, shared=False)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's have no annotations
+    """Runs torch's operators; what they make lies in the arena; and says by ``note`` what does the same again."""
+
+    def __init__(self, arena: Arena, note: Callable[[Replay], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._arena, self._note = arena, note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **kwargs)
+        if _tells_values(func, name, args, out):
+            raise CaptureError(f"{func} makes Python wait for what tensors hold")
+        new = {
+            place: x for place, x in enumerate(tree_leaves(out))
+            if isinstance(x, torch.Tensor) and _storage(x) not in given}
+        if not new and not func._schema.is_mutable:
+            return out  # a view
+        ours = {place: self._arena.like(x) for place, x in new.items()}
+        if name not in _EMPTY:
+            for place, x in new.items():
+                ours[place].copy_(x)
+            self._note(self._again(func, args, kwargs, ours))
+        by_origin = {id(x): ours[place] for place, x in new.items()}
+        return tree_map_only(torch.Tensor, lambda x: by_origin.get(id(x), x), out)
+
+    def _again(self, func: Any, args: Any, kwargs: Any, results: Mapping[int, torch.Tensor]) -> Replay:
+        """It keeps no block: what lies in one is there as long as the step needs it."""
+        args, kwargs, targets = tree_map_only(torch.Tensor, self._arena.lent, (args, kwargs, dict(results)))
+
+        def again() -> None:
+            leaves = tree_leaves(func(*args, **kwargs))
+            for place, target in targets.items():
+                target.copy_(leaves[place])
+
+        return again
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _tells_values(func: Any, name: str, args: Any, out: Any) -> bool:
+    """Whether what tensors hold decides over numbers that Python gets, or over a shape."""
+    if {name, f"{name}.{func._overloadname}"} & _SHAPED_BY_VALUES:
+        return True
+    if name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]):
+        return True
+    return any(isinstance(x, int | float | complex) for x in tree_leaves(out))

@@ -1,0 +1,236 @@
+"""Steps on a CPU are recorded when they first come, kernels of ours and operators of torch's, and replayed."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from hotswap.core.errors import ConfigError
+from hotswap.core.execution.settings import WorkerSettings
+from hotswap.core.execution.static import GraphKey
+from hotswap.core.execution.worker import ModelWorker
+from hotswap.core.interfaces.graphs import CaptureError
+from hotswap.plugins.speculators.none import NoSpeculator
+
+pytest.importorskip("numba")
+
+from hotswap.plugins.attention.cpu import CPUAttention  # they import numba
+from hotswap.plugins.cpu.arena import Arena
+from hotswap.plugins.cpu.recording import StepRecorder
+from hotswap.plugins.operators.cpu import CPUOperators
+
+KEYS = (GraphKey(4, 1), GraphKey(4, 4))
+
+
+@pytest.fixture
+def make(model, make_host_of):
+    """``make(keys)`` gives a host whose worker records up to ``keys``; with no keys all is eager."""
+
+    def build(keys=KEYS, speculator=None, full=True):
+        settings = WorkerSettings("float32", "cpu", 160, 256, 6, graphs=keys, needs_graphs=full)
+        made = ModelWorker(
+            model, model.facts({}), CPUAttention(), speculator or NoSpeculator(), (), settings, lambda: 0.0)
+        host = make_host_of(made, 4, 200)
+        host.graphs = made._runner.graphs
+        return host
+
+    return build
+
+
+def decode(host, names):
+    for name in names:
+        host.row(name)
+    for row in host.step().values():
+        assert row.error is None, row.error
+
+
+def test_replayed_steps_of_any_number_of_rows_give_the_tokens_of_eager_ones(make, model, reference):
+    prompts = {name: [place + 3, *range(1, 2 + 9 * place)] for place, name in enumerate("abcd")}
+    host, seen = make(), []
+    for name, prompt in prompts.items():
+        host.new(name, prompt)
+        host.prefill(name)
+    model.before_forward = lambda ids: seen.append(len(ids))
+    counts = [1, 3, 4, 2] * 5
+    for count in counts:
+        decode(host, list(prompts)[:count])
+    model.before_forward = lambda ids: None
+    for name, prompt in prompts.items():
+        got = host.tokens[name]
+        assert got == prompt + reference.greedy(prompt, len(got) - len(prompt))
+    assert len(host.tokens["a"]) == len(prompts["a"]) + 1 + len(counts)
+    assert seen == [3, 4, 2], "one row was tried out at the start, and the rest is replayed without the model's Python"
+    assert host.graphs.totals["graph_captures"] == 4
+    assert host.graphs.totals["graph_replays"] == len(counts) - 3
+
+
+def test_drafts_of_equal_number_are_replayed_and_others_are_not(make, reference, script):
+    truth = {name: [place + 3] + reference.greedy([place + 3], 60) for place, name in enumerate("ab")}
+    drafts = iter([(3, 3), (3, 1), (3, 3), (0, 0), (2, 2)])
+    lengths = {}
+
+    def plan(request, tokens, slots):
+        if request == "a":
+            lengths["a"], lengths["b"] = next(drafts)
+        return truth[request][len(tokens) : len(tokens) + lengths[request]]
+
+    host = make(speculator=script(plan))
+    for name in "ab":
+        host.new(name, truth[name][:1])
+        host.prefill(name)
+    before = dict(host.graphs.totals)
+    for _ in range(5):
+        for name in "ab":
+            host.row(name, 1, 3)
+        host.step()
+    for name in "ab":
+        assert host.tokens[name] == truth[name][: len(host.tokens[name])]
+    told = {event: count - before.get(event, 0) for event, count in host.graphs.totals.items()}
+    assert {event: count for event, count in told.items() if count} == {
+        "graph_captures": 2, "graph_replays": 1, "eager_mixed_rows": 2}
+
+
+def test_more_rows_than_are_kept_run_eagerly_and_say_why(make):
+    host = make((GraphKey(2, 1),))
+    for name in "abc":
+        host.new(name, [3, 4, 5])
+        host.prefill(name)
+    decode(host, "abc")
+    assert host.verdicts[-1].counts == {"eager_many_rows": 1}
+    assert host.graphs.totals["eager_long_rows"] == 3
+
+
+def test_what_is_neither_a_kernel_nor_an_operator_is_found_out_at_the_start(make, model, caplog):
+    embedding = model.embedding.numpy()
+
+    def forward(inputs, positions, attend, step=model.forward):
+        return step(inputs, positions, attend) + torch.from_numpy(embedding[inputs.numpy()])
+
+    model.forward = forward
+    with pytest.raises(ConfigError, match=r"gives other numbers than the step.*choose 'auto' or 'off'"):
+        make()
+    host = make(full=False)
+    assert host.graphs is None
+    assert "graphs: off after all, since a replayed step gives other numbers" in caplog.text
+
+
+def test_a_step_that_looks_at_numbers_cannot_be_recorded_and_stays_eager(make, model, reference, caplog):
+    def look(ids):
+        if len(ids) == 2:
+            ids.sum().item()
+
+    model.before_forward = look
+    host = make()
+    for name in "ab":
+        host.new(name, [5, 6, 7])
+        host.prefill(name)
+    decode(host, "ab")
+    decode(host, "ab")
+    assert host.tokens["b"] == [5, 6, 7, *reference.greedy([5, 6, 7], 3)]
+    assert caplog.text.count("steps of 2 rows of 1 tokens run eagerly, since aten.item") == 1
+
+
+# The recorder
+
+
+def test_a_replay_reads_what_is_there_now_and_runs_no_python():
+    calls, operators = [], CPUOperators().bind("cpu", torch.float32)
+    x, weight, scale, out = torch.zeros(3, 8), torch.randn(8, 8), torch.rand(8), torch.zeros(3, 8)
+
+    def run():
+        calls.append(1)
+        normed = operators.rms_norm(x, scale, 1e-5)
+        made = torch.nn.functional.linear(normed, weight).reshape(8, 3).view(3, 8)
+        other = torch.empty_like(made)
+        other.copy_(made)
+        other[:, :4].add_(1.0)
+        operators.add_rms_norm(other, normed, scale, 1e-5)
+        first, _ = other.max(1, keepdim=True)
+        out.copy_(other - first)
+
+    recorder = StepRecorder()
+    replays = [recorder.capture(run), recorder.capture(run)]  # in the same memory
+    for replay in replays * 2:
+        x.normal_()
+        replay()
+        got = out.clone()
+        run()
+        assert torch.equal(got, out)
+        assert got.abs().sum() > 0
+    assert len(calls) == 2 + 4
+
+
+def test_a_record_outlives_the_thread_that_made_it_and_shares_no_words_with_others():
+    operators, recorder, replays = CPUOperators().bind("cpu", torch.float32), StepRecorder(), []
+    weight, inputs, outs = torch.rand(64), torch.randn(2, 5, 64), torch.zeros(2, 5, 64)
+
+    def record(place):
+        replays.append(recorder.capture(lambda: outs[place].copy_(operators.rms_norm(inputs[place], weight, 1e-5))))
+
+    for place in range(2):
+        thread = threading.Thread(target=record, args=(place,))
+        thread.start()
+        thread.join()
+    expected = torch.stack([operators.rms_norm(x, weight, 1e-5) for x in inputs])
+    outs.zero_()
+    for replay in replays:
+        replay()
+    assert torch.equal(outs, expected)
+
+
+def test_records_share_the_memory_of_what_is_alive_only_within_them():
+    recorder = StepRecorder()
+    x, out = torch.randn(64, 1000), torch.zeros(64, 1000)
+
+    def run(rows):
+        y = x[:rows]
+        for _ in range(20):
+            y = y * 1.5
+        out[:rows].copy_(y)
+
+    replays = {}
+    for rows in (64, 40, 3):
+        replays[rows] = recorder.capture(lambda rows=rows: run(rows))
+    assert recorder._arena.nbytes <= (2 + 2 / 16) * (1 << 18) * 1.1  # two at a time, of 250 and of 12 kB
+    for rows, replay in replays.items():
+        x.normal_()
+        replay()
+        expected = x[:rows]
+        for _ in range(20):
+            expected = expected * 1.5
+        assert torch.equal(out[:rows], expected)
+
+
+def test_memory_of_the_arena_is_given_out_once_at_a_time():
+    arena, random, alive = Arena(), np.random.default_rng(1), []
+    for turn in range(300):
+        if alive and random.random() < 0.5:
+            tensor, value = alive.pop(random.integers(len(alive)))
+            assert bool((tensor == value).all())
+        else:
+            tensor = arena.like(torch.empty(int(random.integers(0, 5000)), dtype=torch.int32))
+            alive.append((tensor.fill_(turn), turn))
+    lent = arena.lent(alive[0][0][3:])
+    assert lent.data_ptr() == alive[0][0][3:].data_ptr()
+    assert len({tensor.data_ptr() for tensor, _ in alive}) == len(alive)
+    taken = arena.nbytes
+    del tensor, alive
+    gc.collect()
+    for _ in range(5):
+        arena.like(torch.empty(4000, dtype=torch.int32))
+    assert arena.nbytes == taken
+    outside = torch.zeros(3)
+    assert arena.lent(outside) is outside
+
+
+@pytest.mark.parametrize("look", [
+    lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: bool((x > 0).all()),
+    lambda x: torch.where(x > 0), lambda x: torch.allclose(x, x), lambda x: x.repeat_interleave(x.long()),
+], ids=["item", "nonzero", "mask", "truth", "where", "allclose", "repeat"])
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_python_waits_for_is_named(look, inference):
+    with torch.inference_mode(inference), pytest.raises(
+            CaptureError, match=r"aten.* makes Python wait for what tensors hold"):
+        StepRecorder().capture(lambda: look(torch.ones(3)))
