@@ -37,7 +37,8 @@ class Cohort(NamedTuple):
 @dataclass
 class Batch:
     """The rows of a step that can run, and their columns [R]: ``counts`` known tokens each, from ``computed`` to
-    ``ends``, and with drafts ``lengths``. A row ``samples`` when it reaches the last known token. ``cohort``: the rows' requests.
+    ``ends``, and with drafts ``lengths``. A row ``samples`` when it reaches the last known token. ``cohort``: the rows'
+    requests.
 
     What is found out of them is found out once, when the drafts are there."""
 
