@@ -14,6 +14,7 @@ import numpy as np
 
 from hotswap.plugins.cpu import linear_loops as loops
 from hotswap.plugins.cpu import linear_words as w
+from hotswap.plugins.cpu.linear_rows import shrink
 from hotswap.plugins.cpu.machine import fetch_add, inlined, pause, watch, words
 from hotswap.plugins.cpu.team import Kernel
 
@@ -62,7 +63,7 @@ def _multiply(at, form, kind):
         for place in range(count):
             rows = w.ROWS if count == w.ROWS else 2 if place < count // 2 * 2 else 1
             block = first + place // rows * rows
-            loops.shrink(
+            shrink(
                 at[w.X] + (first + place) * at[w.X_ROW], at[w.SIZE], numbers + block * row_bytes, place % rows, rows,
                 form, kind)
         if alone:

@@ -3,27 +3,16 @@
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from contextlib import contextmanager, nullcontext
-
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hotswap.plugins.cpu.linear_words import GROUP, MIDDLE, ROW_BYTES, TILE, VECTOR, VECTORS, block_bytes
-from hotswap.plugins.cpu.vectors import BLOCK, F32, I16, I32, I64, LINE, Code, integer, number, vector
+from hotswap.plugins.cpu.linear_words import GROUP, ROW_BYTES, TILE, VECTOR, VECTORS, block_bytes
+from hotswap.plugins.cpu.vectors import I16, I32, I64, LINE, Code, integer, vector
 
 WORD = types.int64
-I8 = ir.IntType(8)
-LARGEST = 127.0
-"""Of a row's numbers."""
-
-SMALLEST = 2.0**-119
-"""``LARGEST`` divided by more than this is a float32."""
-
 FIRST_LINES = 32
-
-ROUNDS, ROUNDS_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
 def dots_are_added(context):
@@ -67,92 +56,6 @@ def approach(typing, address):
         return context.get_dummy_value()
 
     return types.void(WORD), generate
-
-
-@intrinsic
-def shrink(typing, x, size, numbers, place, rows, form, kind):
-    """A row in 8 bits, the one at ``place`` in a block of ``rows`` that begins at ``numbers``: each group's numbers,
-    its scale, and what the sum of its numbers adds. The largest magnitude becomes 127. Where a group has NaN or
-    infinity, its scale is none either; where it has nothing above ``SMALLEST``, its numbers are zero."""
-
-    def generate(context, builder, signature, arguments):
-        x, size, numbers, place, rows, *_ = arguments
-        code, b = Code(context, builder), builder
-        if code.lanes != VECTOR:
-            raise RuntimeError(f"weights lie in vectors of {VECTOR}, and here are such of {code.lanes}: see no_kernels")
-        own = b.add(numbers, code.scaled(place, GROUP))
-        scales = b.add(numbers, b.add(code.scaled(rows, GROUP), code.scaled(place, 4)))
-        targets = own, scales, b.add(scales, code.scaled(rows, 4))
-        row = _Row(code, x, size, kind, targets, code.scaled(rows, ROW_BYTES), _bits(form))
-        whole = b.udiv(size, I64(BLOCK * GROUP))
-        with code.loop(whole) as i:
-            row.shrink(code.scaled(i, BLOCK), False)
-        done = code.scaled(whole, BLOCK)
-        with b.if_then(b.icmp_signed("<", code.scaled(done, GROUP), size)):
-            row.shrink(done, True)
-        return context.get_dummy_value()
-
-    return types.void(WORD, WORD, WORD, WORD, WORD, form, kind), generate
-
-
-class _Row:
-    """Writes code that brings some groups of a row to 8 bits."""
-
-    def __init__(self, code, x, size, kind, targets, stride, bits):
-        """``targets``: of the first group's numbers, scale and sum; the next ones are ``stride`` bytes behind."""
-        self.code, self.x, self.size, self.kind = code, x, size, kind
-        self.targets, self.stride, self.bits = targets, stride, bits
-
-    def shrink(self, group, masked):
-        """``BLOCK`` groups from ``group`` on, or as many as there are."""
-        code, b = self.code, self.code.builder
-        begin = code.scaled(group, GROUP)
-        halves = [[self._read(code.add(begin, i * GROUP + offset), masked) for offset in (0, VECTOR)]
-                  for i in range(BLOCK)]
-        magnitudes = [[b.and_(b.bitcast(half, vector(I32, VECTOR)), integer(0x7FFFFFFF, VECTOR)) for half in pair]
-                      for pair in halves]  # greater ones have greater bits, and NaN and infinity the greatest
-        peaks = code.totals([_larger(code, *pair) for pair in magnitudes], lambda u, v: _larger(code, u, v))
-        wrong = b.icmp_signed(">=", peaks, integer(0x7F800000, BLOCK))
-        peaks = b.bitcast(peaks, vector(F32, BLOCK))
-        scales = b.select(wrong, number(float("nan"), BLOCK), b.fmul(peaks, number(1 / LARGEST, BLOCK)))
-        factors = b.select(
-            b.fcmp_ordered(">", peaks, number(SMALLEST, BLOCK)), b.fdiv(number(LARGEST, BLOCK), peaks),
-            number(0.0, BLOCK))
-        counts = []
-        for i, pair in enumerate(halves):
-            factor = code.pick(factors, factors, [i] * VECTOR)
-            # Where this is added, float32 counts whole numbers: the lowest bits are the number, rounded.
-            whole = [b.bitcast(code.multiply_add(half, factor, number(ROUNDS, VECTOR)), vector(I32, VECTOR))
-                     for half in pair]
-            counts.append(b.add(*whole))
-            with self._there(code.add(group, i), masked) as place:
-                for offset, part in zip((0, VECTOR), whole, strict=True):
-                    target = code.at(code.add(b.add(self.targets[0], place), offset), vector(I8, VECTOR))
-                    b.store(b.trunc(part, vector(I8, VECTOR)), target, align=1)
-        counts = b.sub(code.totals(counts, b.add), integer(GROUP * ROUNDS_BITS & 0xFFFFFFFF, BLOCK))
-        sums = (b.mul(counts, integer(-MIDDLE, BLOCK)) if self.bits == 8
-                else b.fmul(scales, b.sitofp(counts, scales.type)))
-        for i in range(BLOCK):
-            with self._there(code.add(group, i), masked) as place:
-                for target, values in zip(self.targets[1:], (scales, sums), strict=True):
-                    value = b.extract_element(values, I32(i))
-                    b.store(value, code.at(b.add(target, place), value.type), align=4)
-
-    def _read(self, begin, masked):
-        code, b = self.code, self.code.builder
-        mask = code.first_lanes(b.sub(self.size, begin)) if masked else None
-        return code.read(b.add(self.x, code.scaled(begin, code.size_of(self.kind))), self.kind, mask)
-
-    @contextmanager
-    def _there(self, group, masked):
-        """How far behind the first group's place this one's is; code for it is skipped where there is none."""
-        b = self.code.builder
-        with (b.if_then(b.icmp_signed("<", self.code.scaled(group, GROUP), self.size)) if masked else nullcontext()):
-            yield b.mul(group, self.stride)
-
-
-def _larger(code, u, v):
-    return code.builder.select(code.builder.icmp_signed(">", u, v), u, v)
 
 
 @intrinsic(prefer_literal=True)

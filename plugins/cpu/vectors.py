@@ -132,10 +132,11 @@ class Code:
         """NaN in ``a`` is passed over."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
-    def first_lanes(self, count):
+    def first_lanes(self, count, lanes=None):
         """The mask of so many lanes."""
-        lanes = ir.Constant(vector(I64, self.lanes), list(range(self.lanes)))
-        return self.builder.icmp_signed("<", lanes, self.everywhere(count))
+        lanes = lanes or self.lanes
+        return self.builder.icmp_signed(
+            "<", ir.Constant(vector(I64, lanes), list(range(lanes))), self.everywhere(count, lanes))
 
     # rows of a kind
 
@@ -152,11 +153,14 @@ class Code:
     def read(self, address, kind, mask=None):
         """A vector of float32 from numbers of ``kind``; zero where ``mask`` hides."""
         of = self.element(kind)
-        raw = self.load(address, of) if mask is None else self._masked(
-            "load", f"v{self.lanes}{'f32' if of is F32 else 'i16'}.p0", vector(of, self.lanes),
-            [self.at(address, vector(of, self.lanes)), I32(self.size_of(kind)), mask,
-             ir.Constant(vector(of, self.lanes), None)])
-        return self.wide(raw, kind)
+        return self.wide(self.load(address, of) if mask is None else self.load_some(address, of, mask), kind)
+
+    def load_some(self, address, of, mask):
+        """A vector with as many lanes as ``mask`` has; zero where it hides."""
+        lanes, size = mask.type.count, 4 if of is F32 else 2
+        return self._masked(
+            "load", f"v{lanes}{'f32' if of is F32 else 'i16'}.p0", vector(of, lanes),
+            [self.at(address, vector(of, lanes)), I32(size), mask, ir.Constant(vector(of, lanes), None)])
 
     def wide(self, raw, kind):
         """float32 from what numbers of ``kind`` are in memory."""
@@ -261,7 +265,7 @@ class Code:
 
         def interleave(a, b, pair):
             """Add neighbours, within each four lanes: those ``pair`` apart."""
-            n, fours = self.lanes, range(0, self.lanes, 4)
+            n, fours = a.type.count, range(0, a.type.count, 4)
             if pair == 2:
                 low = [x for f in fours for x in (f, n + f, f + 1, n + f + 1)]
                 high = [x for f in fours for x in (f + 2, n + f + 2, f + 3, n + f + 3)]

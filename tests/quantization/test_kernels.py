@@ -138,7 +138,7 @@ def test_without_the_instructions_nothing_is_compiled_instead_of_the_products(mo
 def test_rows_are_not_brought_to_8_bits_in_vectors_of_another_width_than_tiles(monkeypatch, tmp_path):
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("hotswap.plugins.cpu.vectors.lanes_of", lambda context: 8)
-    shrink = import_module("hotswap.plugins.cpu.linear_loops").shrink
+    shrink = import_module("hotswap.plugins.cpu.linear_rows").shrink
     form, kind = np.int8(0), np.float32(0)
 
     def alone(data):
