@@ -7,6 +7,7 @@ import torch
 
 from hotswap.core.execution.layout import IntArray
 from hotswap.core.interfaces.layout import GroupLayout
+from hotswap.plugins.cpu import memory
 
 
 def begun_pages(pages: GroupLayout, queries: IntArray, lengths: IntArray) -> torch.Tensor | None:
@@ -29,8 +30,7 @@ def rest_of_pages(last: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """On a CPU numpy asks the system for zeroed memory, which costs nothing until it is written: a large cache is there
-    at once, and takes what it holds. torch would write every zero."""
+    """On a CPU a large cache is there at once, and takes what it holds: torch would write every zero."""
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
+    return memory.zeros(math.prod(size) * dtype.itemsize).view(dtype).view(size)

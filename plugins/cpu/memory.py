@@ -1,9 +1,9 @@
-"""Memory in large pages, for weights: a step reads all of them once, and where pages are small, finding them takes the
-processor about as long as reading them, the more so in a virtual machine.
+"""Memory in large pages, for weights and for the cache of keys and values: a step reads all of them once, and where
+pages are small, finding them takes the processor about as long as reading them, the more so in a virtual machine.
 
 Linux is asked for them with ``madvise``; where it gives none, or where there is no such call, pages are small and all
 else is the same. Large pages are shared by the layers of a model: they lie one behind the other, as they were asked
-for, and what they lie in is given back with the last of them.
+for, and what they lie in is given back with the last of them. What fills many is by itself.
 """
 
 import mmap
@@ -11,6 +11,7 @@ import threading
 import weakref
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 PAGE = 1 << 21
@@ -31,16 +32,36 @@ _next = 0
 
 def empty(size: int) -> torch.Tensor:
     """uint8 [size], of any content, which begins with a cache line."""
+    mapped = _mapped(size)
+    return torch.empty(size, dtype=torch.uint8) if mapped is None else mapped
+
+
+def zeros(size: int) -> torch.Tensor:
+    """uint8 [size], zero. It costs nothing until it is written to: the system clears a page then."""
+    mapped = _mapped(size)
+    return torch.from_numpy(np.zeros(size, np.uint8)) if mapped is None else mapped
+
+
+def _mapped(size: int) -> torch.Tensor | None:
+    """Memory that nobody has had before; None where large pages are not worth it, or unknown."""
     global _chunk, _next
     if size < LEAST or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
-    with _lock:
-        chunk = _chunk() if _chunk is not None else None
-        if chunk is None or _next + size > len(chunk):
-            chunk = mmap.mmap(-1, -(-max(size, CHUNK) // PAGE) * PAGE + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without them
-                chunk.madvise(mmap.MADV_HUGEPAGE)
-            whole = torch.frombuffer(chunk, dtype=torch.uint8)
-            _chunk, _next = weakref.ref(chunk), -whole.data_ptr() % PAGE
-        start, _next = _next, _next + -(-size // LINE) * LINE
+        return None
+    if size >= CHUNK:  # a mapping of its own, which nothing small keeps alive
+        chunk, start = _map(size)
         return torch.frombuffer(chunk, dtype=torch.uint8, count=size, offset=start)
+    with _lock:
+        shared = _chunk() if _chunk is not None else None
+        if shared is None or _next + size > len(shared):
+            shared, _next = _map(CHUNK)
+            _chunk = weakref.ref(shared)
+        start, _next = _next, _next + -(-size // LINE) * LINE
+        return torch.frombuffer(shared, dtype=torch.uint8, count=size, offset=start)
+
+
+def _map(size: int) -> tuple[mmap.mmap, int]:
+    """So many bytes at least, and where a large page begins in them."""
+    chunk = mmap.mmap(-1, -(-size // PAGE) * PAGE + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        chunk.madvise(mmap.MADV_HUGEPAGE)
+    return chunk, -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % PAGE

@@ -117,11 +117,13 @@ def test_large_weights_lie_in_large_pages_one_behind_the_other_and_are_given_bac
     first, second = memory.empty(size), memory.empty(size)
     assert second.data_ptr() - first.data_ptr() == memory.LEAST + memory.LINE
     assert first.data_ptr() % memory.LINE == 0
-    own = memory.empty(2 * memory.CHUNK)
+    own, third = memory.empty(2 * memory.CHUNK), memory.zeros(size)
+    assert third.data_ptr() - second.data_ptr() == memory.LEAST + memory.LINE, "a large one is by itself"
     first.fill_(1), second.fill_(2), own.fill_(3)
     assert len(own) == 2 * memory.CHUNK and int(first.sum()) == size and int(second.sum()) == 2 * size
+    assert not third.any()
     mapped = weakref.ref(memory._chunk())
-    del first, second, own
+    del first, second, third, own
     assert mapped() is None
 
 
