@@ -64,9 +64,9 @@ def cases(quick: bool) -> list[Case]:
 
 
 class Bench:
-    """One case's tensors, the same for every backend."""
+    """One case's tensors, the same for every backend, in pages as ``backend`` allocates them for an engine."""
 
-    def __init__(self, case: Case, dtype: str, layers: int) -> None:
+    def __init__(self, case: Case, dtype: str, layers: int, backend: AttentionBackend) -> None:
         self.case, self.layers = case, layers
         queries, past = (np.array(column) for column in zip(*case.rows, strict=True))
         counts = -(-(queries + past) // PAGE)
@@ -77,9 +77,9 @@ class Bench:
         self.layout = batch_layout(queries, past, {"group": (table, PAGE)}, "cpu")
         self.limits = BatchLimits(int(queries.sum()), len(queries), table.shape[1], "cpu", dtype)
         self.shape = GroupShape(HEADS, KV_HEADS, HEAD_DIM, PAGE, HEAD_DIM**-0.5)
-        self.caches = [
-            tuple(torch.randn(len(pages) + 1, KV_HEADS, PAGE, HEAD_DIM).to(getattr(torch, dtype)) for _ in range(2))
-            for _ in range(layers)]
+        self.caches = [backend.allocate(self.shape, len(pages) + 1, self.limits) for _ in range(layers)]
+        for tensor in (tensor for cache in self.caches for tensor in cache):
+            tensor.normal_()
         qkv = torch.randn(int(queries.sum()), HEADS + 2 * KV_HEADS, HEAD_DIM).to(getattr(torch, dtype))
         self.q, self.k, self.v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
         self.out = torch.empty_like(self.q, memory_format=torch.contiguous_format)
@@ -87,12 +87,12 @@ class Bench:
     def step(self, backend: AttentionBackend, state: Any) -> None:
         backend.plan(state, self.layout)
         for cache in self.caches:
-            backend.run(state, self.q, self.k, self.v, cache, self.out)  # type: ignore[arg-type]  # a pair
+            backend.run(state, self.q, self.k, self.v, cache, self.out)
 
 
 def measure(case: Case, backends: dict[str, AttentionBackend], dtype: str, rounds: int, layers: int) -> dict[str, Any]:
     """By backend the milliseconds of each round, of all layers; and how far the results lie apart."""
-    bench = Bench(case, dtype, layers)
+    bench = Bench(case, dtype, layers, list(backends.values())[-1])
     states = {name: backend.bind("group", bench.shape, bench.limits) for name, backend in backends.items()}
     outputs: dict[str, torch.Tensor] = {}
     times: dict[str, list[float]] = {name: [] for name in backends}

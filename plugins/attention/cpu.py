@@ -1,6 +1,8 @@
 """The ``cpu`` attention backend: plans a step on the host; :mod:`hotswap.plugins.cpu.attention_kernels` computes it."""
 
+import math
 import platform
+import struct
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +27,12 @@ from hotswap.plugins.cpu.team import Kernel, check_numba, compile_kernels, is_re
 
 LANES = 16
 """Lines of scratch memory are whole vectors of the widest registers."""
+
+LOG2_E = math.log2(math.e)
+"""Weights are powers of two: scores are multiplied by it beforehand."""
+
+_RUN_WORDS = struct.Struct(f"{8 * w.QUERIES}x{w.TABLE - w.QUERIES}q")
+"""Those that each layer sets, the first ones: its tensors behind the counters, which become zero."""
 
 Cache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
@@ -67,7 +75,8 @@ class CPUAttention(AttentionBackend):
     def bind(self, group: str, shape: GroupShape, limits: BatchLimits) -> "_State":
         kernels = import_module("hotswap.plugins.cpu.attention_kernels")  # late: it imports numba
         odd = "_odd" if limits.dtype == "bfloat16" and shape.head_dim % 2 else ""
-        plan, attend = kernels.plan, getattr(kernels, f"attend_{limits.dtype}{odd}")
+        any_size = getattr(kernels, f"attend_{limits.dtype}{odd}")
+        plan, attend = kernels.plan, getattr(kernels, f"attend_{limits.dtype}_{shape.head_dim}", any_size)
         compile_kernels((plan, attend))
         return _State(group, shape, getattr(torch, limits.dtype).itemsize, plan, attend)
 
@@ -85,11 +94,8 @@ class _State:
 
     def __init__(self, group: str, shape: GroupShape, itemsize: int, plan: Kernel, attend: Kernel) -> None:
         self.group, self.itemsize, self._plan, self._attend = group, itemsize, plan, attend
-        self.words = np.zeros(w.NUM_WORDS + 8, np.int64)
-        self.words = self.words[-self.words.ctypes.data % 64 // 8:]
-        self._set((w.COUNTERS, self.words.ctypes.data))
-        self.size, self.memory = 8 * w.TABLE, self.words
-        self.address = self.words.ctypes.data
+        self.words = self.memory = _zeros(w.NUM_WORDS)
+        self.address, self.size, self._buffer = self.words.ctypes.data, 8 * w.TABLE, self.words.data
         self.step: tuple[torch.Tensor, ...] = ()
         self.members = 0
         self.shared = False
@@ -97,16 +103,18 @@ class _State:
         heads, dims = shape.heads // shape.kv_heads, shape.head_dim
         padded = -(-dims // LANES) * LANES
         self._set(
-            (w.KV_HEADS, shape.kv_heads), (w.GROUP, heads), (w.HEAD_DIM, dims), (w.PADDED, padded),
-            (w.ROW_BYTES, dims * itemsize), (w.PAGE_SIZE, shape.page_size), (w.WINDOW, shape.window or 0),
-            (w.SCALE, _bits(shape.scale)), (w.SOFTCAP, _bits(shape.softcap or 0.0)))
+            (w.COUNTERS, self.address), (w.KV_HEADS, shape.kv_heads), (w.GROUP, heads), (w.HEAD_DIM, dims),
+            (w.PADDED, padded), (w.ROW_BYTES, dims * itemsize), (w.PAGE_SIZE, shape.page_size),
+            (w.WINDOW, shape.window or 0), (w.SCALE, _bits(shape.scale * (1 if shape.softcap else LOG2_E))),
+            (w.SOFTCAP, _bits(shape.softcap or 0.0)), (w.MOST_SCORE, _bits((shape.softcap or 0.0) * LOG2_E)))
         lines = -(-max(w.TILE_ROWS // heads * heads, heads) // w.ROWS_AT_ONCE) * w.ROWS_AT_ONCE
         offset = lines * padded * 4
         for word, size in (
             (w.SUMS, lines * padded * 4),
             (w.SCORES, max(lines * w.TILE_KEYS, w.SHORT_ROWS * w.SHORT_PART) * 4),
-            (w.PLACES, (w.SHORT_PART + w.AHEAD) * 8), (w.COLUMNS, padded * w.TILE_KEYS * 4),
+            (w.PLACES, 2 * w.ROOM * 8), (w.COLUMNS, padded * w.TILE_KEYS * 4),
             (w.LINES, w.TILE_KEYS * padded * 4), (w.GREATEST, lines * 4), (w.TOTALS, lines * 4),
+            (w.LANE_TOTALS, lines * LANES * 4),
         ):
             self._set((word, offset))
             offset += -(-size // 64) * 64
@@ -141,12 +149,16 @@ class _State:
         return grown
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, out: torch.Tensor) -> None:
-        q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
-        assert out.stride(2) == 1, f"the numbers of a head must lie side by side, but out has strides {out.stride()}"
-        size = self.itemsize
-        self.words[: w.TABLE] = (*[0] * 24,
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(),
-            *(size * stride for tensor in (q, k, v, out) for stride in tensor.stride()[:2]))
+        """Some microseconds of Python, which a step pays for each layer."""
+        of_q, of_k, of_v, of_out, size = q.stride(), k.stride(), v.stride(), out.stride(), self.itemsize
+        if not of_q[2] == of_k[2] == of_v[2] == 1:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            of_q, of_k, of_v = q.stride(), k.stride(), v.stride()
+        assert of_out[2] == 1, f"the numbers of a head must lie side by side, but out has strides {of_out}"
+        _RUN_WORDS.pack_into(
+            self._buffer, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(),
+            out.data_ptr(), of_q[0] * size, of_q[1] * size, of_k[0] * size, of_k[1] * size, of_v[0] * size,
+            of_v[1] * size, of_out[0] * size, of_out[1] * size)
         shared = self.shared or is_recorded()
         if (members := torch.get_num_threads() if shared else 1) > self.members:
             self.members = members
@@ -158,11 +170,16 @@ class _State:
             self.words[word] = value
 
     def _hold(self, word: int, size: int) -> None:
-        """Give ``word`` the address of ``size`` zeroed bytes, on a cache line of their own."""
-        memory = np.zeros(size // 8 + 16, np.int64)
-        skip = -memory.ctypes.data % 64 // 8
-        self._held[word] = memory[skip : skip + size // 8]
+        """Give ``word`` the address of so many zeroed bytes."""
+        self._held[word] = _zeros(size // 8)
         self._set((word, self._held[word].ctypes.data))
+
+
+def _zeros(count: int) -> IntArray:
+    """int64 [count], which begins with a cache line."""
+    memory = np.zeros(count + 7, np.int64)
+    skip = -memory.ctypes.data % 64 // 8
+    return memory[skip : skip + count]
 
 
 def _bits(value: float) -> int:

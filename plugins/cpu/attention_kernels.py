@@ -2,26 +2,53 @@
 
 FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135) over pages that are read where they lie
 (PagedAttention, Kwon et al. 2023, arXiv:2309.06180), with the keys of a row divided among the threads as in
-Flash-Decoding (Dao, Haziza, Massa, Sizov 2023). ``plan`` cuts a step into items, once for all layers: some queries of a
-row, one key head, and a part of the row's keys. How a row is cut depends on the row alone, and partial results are
-merged in the order of the keys, whoever computes them: equal input gives equal bits, with any neighbours and any number
-of threads.
+Flash-Decoding (Dao, Haziza, Massa, Sizov 2023). :mod:`.attention_plan` cuts a step into items, once for all layers:
+some queries of a row, one key head, and a part of the row's keys. How a row is cut depends on the row alone, and
+partial results are merged in the order of the keys, whoever computes them: equal input gives equal bits, with any
+neighbours and any number of threads.
 
 An item packs the query heads that share a key head beside the queries: line i is query i // G and head i % G.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-import math
-
 import numpy as np
-from numba import carray, float32, int32, int64
+from numba import float32
 
 from hotswap.plugins.cpu import attention_loops as loops
+from hotswap.plugins.cpu import attention_products as products
 from hotswap.plugins.cpu import attention_words as w
 from hotswap.plugins.cpu import row_loops
-from hotswap.plugins.cpu.machine import called, clear, copy, fetch_add, float_of, inlined, pause, pointer, watch, words
+from hotswap.plugins.cpu.attention_places import (
+    ask_for_keys,
+    ask_for_tile,
+    clear_pages,
+    find,
+    find_all,
+    line_of,
+    position,
+    write_tokens,
+)
+from hotswap.plugins.cpu.attention_plan import item_at, plan, whole
+from hotswap.plugins.cpu.machine import (
+    called,
+    clear,
+    copy,
+    fetch_add,
+    float32_at,
+    float_of,
+    inlined,
+    larger,
+    pause,
+    smaller,
+    watch,
+    words,
+)
 from hotswap.plugins.cpu.team import Kernel
+
+__all__ = [
+    "attend_bfloat16", "attend_bfloat16_64", "attend_bfloat16_128", "attend_bfloat16_odd", "attend_float16",
+    "attend_float32", "plan"]
 
 FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 """Kinds of numbers: see :mod:`.vectors`."""
@@ -29,62 +56,12 @@ FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 NOTHING = np.float32(-np.inf)
 """The score of a key that a query does not see."""
 
-PAIRS, SINGLES = np.uint8(0), np.int8(0)
+LEAST = np.finfo(np.float32).min
+"""Less than any score of a key that it sees."""
+
+PAIRS, SINGLES = (np.uint8(0),), (np.int8(0),)
+PAIRS_64, PAIRS_128 = PAIRS * 5, PAIRS * 9
 """Forms of products, told by their types: see :mod:`.attention_loops`."""
-
-
-@Kernel
-def plan(data):
-    """Cut a step into items. Where there is no room for them it counts on, and the host calls again with more."""
-    at = words(data)
-    starts = carray(pointer(at[w.STARTS]), at[w.ROWS] + 1, int32)
-    lengths = carray(pointer(at[w.LENGTHS]), at[w.ROWS], int32)
-    at[w.NUM_ITEMS] = at[w.NUM_PARTIALS] = at[w.NUM_ARRIVALS] = 0
-    tile = max(1, w.TILE_ROWS // at[w.GROUP])
-    for long in (True, False):  # those that take long come first, so that no thread is left with one in the end
-        for row in range(at[w.ROWS]):
-            start, count = int64(starts[row]), int64(starts[row + 1] - starts[row])
-            past = lengths[row] - count
-            if (count * at[w.GROUP] > w.SHORT_ROWS) != long:
-                continue
-            if not long:
-                _add_items(at, row, long, start, count, past, w.SHORT_PART)
-                continue
-            tiles = _whole(count, tile)
-            size = _whole((past + count) * tiles, w.MOST_PARTS * w.LONG_PART) * w.LONG_PART
-            for first in range((tiles - 1) * tile, -1, -tile):  # the last tile sees most keys
-                _add_items(at, row, long, start + first, min(tile, count - first), past + first, size)
-
-
-@called
-def _whole(amount, size):
-    """How many times ``size`` covers ``amount``."""
-    return (amount + size - 1) // size
-
-
-@called
-def _add_items(at, row, long, token, count, position, size):
-    """The items of ``count`` queries: for each key head the parts of ``size`` keys that the queries see."""
-    begin, end = int64(0), position + count
-    if at[w.WINDOW] > 0:
-        begin = max(int64(0), position - at[w.WINDOW] + 1)
-    first, parts = begin // size, (end - 1) // size - begin // size + 1
-    room = count * at[w.GROUP] * (at[w.PADDED] + 2) if parts > 1 else int64(0)
-    for part in range(parts):
-        for head in range(at[w.KV_HEADS]):
-            if at[w.NUM_ITEMS] < at[w.MAX_ITEMS]:
-                item = carray(pointer(at[w.ITEMS] + at[w.NUM_ITEMS] * w.NUM_FIELDS * 8), w.NUM_FIELDS, int64)
-                item[w.ROW], item[w.LONG] = row, long
-                item[w.TOKEN], item[w.COUNT], item[w.POSITION] = token, count, position
-                item[w.HEAD], item[w.PART], item[w.PARTS] = head, part, parts
-                item[w.BEGIN] = max(begin, (first + part) * size)
-                item[w.END] = min(end, (first + part + 1) * size)
-                item[w.PARTIAL] = at[w.NUM_PARTIALS] + head * parts * room
-                item[w.ARRIVAL] = at[w.NUM_ARRIVALS] + head
-            at[w.NUM_ITEMS] += 1
-    if parts > 1:
-        at[w.NUM_PARTIALS] += at[w.KV_HEADS] * parts * room
-        at[w.NUM_ARRIVALS] += at[w.KV_HEADS]
 
 
 @Kernel
@@ -95,6 +72,16 @@ def attend_float32(data):
 @Kernel
 def attend_bfloat16(data):
     _attend(words(data), BFLOAT16, PAIRS)
+
+
+@Kernel
+def attend_bfloat16_64(data):
+    _attend(words(data), BFLOAT16, PAIRS_64)
+
+
+@Kernel
+def attend_bfloat16_128(data):
+    _attend(words(data), BFLOAT16, PAIRS_128)
 
 
 @Kernel
@@ -113,99 +100,58 @@ def _attend(at, kind, form):
     """One thread of a layer: first the new keys and values are written, and when all are, the items are computed."""
     counters = at[w.COUNTERS]
     scratch = at[w.SCRATCH] + fetch_add(counters + 8 * w.MEMBERS, 1) * at[w.SCRATCH_BYTES]
-    blocks = _whole(at[w.TOKENS], w.WRITE_TOKENS) + 1
-    while True:
-        work = fetch_add(counters + 8 * w.NEXT, 1)
+    places, later = scratch + at[w.PLACES], scratch + at[w.PLACES] + w.ROOM * 8
+    blocks = whole(at[w.TOKENS], w.WRITE_TOKENS) + 1
+    end = blocks + at[w.NUM_ITEMS]
+    near = False  # whether memory has been asked for the item at hand
+    work = fetch_add(counters + 8 * w.NEXT, 1)
+    while work < end:
         if work < blocks:
             if work == 0:
-                _clear(at)
+                clear_pages(at)
             else:
-                _write(at, (work - 1) * w.WRITE_TOKENS)
+                write_tokens(at, (work - 1) * w.WRITE_TOKENS)
             fetch_add(counters + 8 * w.WRITTEN, 1)
+            work = fetch_add(counters + 8 * w.NEXT, 1)
             continue
-        if work >= blocks + at[w.NUM_ITEMS]:
-            return
+        item = item_at(at, work - blocks)
+        if not item[w.LONG] and not near:
+            find_all(at, item, places)
+            ask_for_keys(at, item, places, 0)
         while watch(counters + 8 * w.WRITTEN) < blocks:  # whoever writes the last block is at it
             pause()
-        item = carray(pointer(at[w.ITEMS] + (work - blocks) * w.NUM_FIELDS * 8), w.NUM_FIELDS, int64)
         if item[w.LONG]:
-            _attend_long(at, item, scratch, kind, form)
+            _attend_long(at, item, scratch, places, later, kind, form)
+            work = fetch_add(counters + 8 * w.NEXT, 1)
         else:
-            _attend_short(at, item, scratch, kind, form)
+            _score_short(at, item, scratch, places, kind, form)
+            work = fetch_add(counters + 8 * w.NEXT, 1)
+            near = work < end  # it is of a short row, too: these come last
+            if near:
+                find_all(at, item_at(at, work - blocks), later)
+            _weigh_short(at, item, scratch, places, later if near else places, kind, form)
+            if near:
+                ask_for_keys(at, item_at(at, work - blocks), later, smaller(item[w.END] - item[w.BEGIN], w.AHEAD))
+            places, later = later, places
         _finish(at, item, scratch, kind)
-
-
-@called
-def _write(at, first):
-    """The keys and values of some tokens to their slots."""
-    slots = carray(pointer(at[w.SLOTS]), at[w.TOKENS], int64)
-    size = at[w.ROW_BYTES]
-    for token in range(first, min(first + w.WRITE_TOKENS, at[w.TOKENS])):
-        page, offset = slots[token] // at[w.PAGE_SIZE], slots[token] % at[w.PAGE_SIZE]
-        for head in range(at[w.KV_HEADS]):
-            there = ((page * at[w.KV_HEADS] + head) * at[w.PAGE_SIZE] + offset) * size
-            copy(at[w.KEY_CACHE] + there, at[w.KEYS] + token * at[w.K_TOKEN] + head * at[w.K_HEAD], size)
-            copy(at[w.VALUE_CACHE] + there, at[w.VALUES] + token * at[w.V_TOKEN] + head * at[w.V_HEAD], size)
-
-
-@called
-def _clear(at):
-    """Zeros behind the last tokens of rows that begin a page: backends that read pages to their ends may go on."""
-    starts = carray(pointer(at[w.STARTS]), at[w.ROWS] + 1, int32)
-    lengths = carray(pointer(at[w.LENGTHS]), at[w.ROWS], int32)
-    table = carray(pointer(at[w.TABLE]), (at[w.ROWS], at[w.TABLE_WIDTH]), int32)
-    page_size, size = at[w.PAGE_SIZE], at[w.ROW_BYTES]
-    for row in range(at[w.ROWS]):
-        last, used = (lengths[row] - 1) // page_size, lengths[row] % page_size
-        if used > 0 and lengths[row] - (starts[row + 1] - starts[row]) <= last * page_size:
-            for head in range(at[w.KV_HEADS]):
-                there = ((int64(table[row, last]) * at[w.KV_HEADS] + head) * page_size + used) * size
-                clear(at[w.KEY_CACHE] + there, (page_size - used) * size)
-                clear(at[w.VALUE_CACHE] + there, (page_size - used) * size)
-
-
-@called
-def _line_of(at, item, line, base, token_stride, head_stride):
-    """Where a line of the item lies in a tensor of queries or results."""
-    token, head = item[w.TOKEN] + line // at[w.GROUP], item[w.HEAD] * at[w.GROUP] + line % at[w.GROUP]
-    return base + token * token_stride + head * head_stride
-
-
-@called
-def _find(at, item, begin, end, places, room):
-    """The places of an item's keys from ``begin`` to before ``end``; the last one again as far as there is ``room``."""
-    found = carray(pointer(places), room, int64)
-    size = at[w.PAGE_SIZE]
-    table = carray(pointer(at[w.TABLE] + item[w.ROW] * at[w.TABLE_WIDTH] * 4), at[w.TABLE_WIDTH], int32)
-    page, offset = begin // size, begin % size
-    filled = 0
-    while filled < end - begin:
-        base = (int64(table[page]) * at[w.KV_HEADS] + item[w.HEAD]) * size
-        stop = min(size, offset + end - begin - filled)
-        for i in range(offset, stop):
-            found[filled + i - offset] = base + i
-        filled += stop - offset
-        page, offset = page + 1, int64(0)
-    for i in range(filled, room):
-        found[i] = found[filled - 1]
 
 
 @called
 def _hide(at, item, line, begin, count, scores, room):
     """Squash a line's scores of the ``count`` keys from ``begin`` on, and hide those that its query does not see."""
     if at[w.SOFTCAP] != 0:
-        row_loops.squash(scores, room // row_loops.lanes(), float_of(at[w.SOFTCAP]))
-    position = item[w.POSITION] + line // at[w.GROUP]
+        row_loops.squash(scores, room // row_loops.lanes(), float_of(at[w.SOFTCAP]), float_of(at[w.MOST_SCORE]))
+    last = position(at, item, line)
     if at[w.WINDOW] > 0:
-        row_loops.fill(scores, NOTHING, 0, min(room, max(int64(0), position - at[w.WINDOW] + 1 - begin)))
-    row_loops.fill(scores, NOTHING, max(int64(0), min(count, position + 1 - begin)), room)
+        row_loops.fill(scores, NOTHING, 0, smaller(room, larger(0, last - at[w.WINDOW] + 1 - begin)))
+    row_loops.fill(scores, NOTHING, larger(0, smaller(count, last + 1 - begin)), room)
 
 
 @called
 def _take_queries(at, item, lines, scratch, kind, form):
     """As rows of float32; of pairs of bfloat16 as they are, with zeros behind them, since nobody writes there."""
     for line in range(lines):
-        query = _line_of(at, item, line, at[w.QUERIES], at[w.Q_TOKEN], at[w.Q_HEAD])
+        query = line_of(at, item, line, at[w.QUERIES], at[w.Q_TOKEN], at[w.Q_HEAD])
         if loops.in_pairs(kind, form):
             copy(scratch + line * at[w.PADDED] * 4, query, at[w.ROW_BYTES])
         else:
@@ -213,82 +159,100 @@ def _take_queries(at, item, lines, scratch, kind, form):
 
 
 @inlined
-def _attend_short(at, item, scratch, kind, form):
+def _score_short(at, item, scratch, places, kind, form):
     """Few lines: keys and values are read once for up to four of them, and never stored in another form."""
-    lines, stride, dims, size = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4, at[w.HEAD_DIM], at[w.ROW_BYTES]
-    places, scores, sums = scratch + at[w.PLACES], scratch + at[w.SCORES], scratch + at[w.SUMS]
-    most = carray(pointer(scratch + at[w.GREATEST]), lines, float32)
-    totals = carray(pointer(scratch + at[w.TOTALS]), lines, float32)
-    begin, count, width = item[w.BEGIN], item[w.END] - item[w.BEGIN], w.SHORT_PART * 4
-    vectors = _whole(count, row_loops.lanes())
+    lines, stride, width = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4, w.SHORT_PART * 4
+    scores, begin, count = scratch + at[w.SCORES], item[w.BEGIN], item[w.END] - item[w.BEGIN]
+    most = float32_at(scratch + at[w.GREATEST])
+    totals = float32_at(scratch + at[w.TOTALS])
+    vectors = whole(count, row_loops.lanes())
     _take_queries(at, item, lines, scratch, kind, form)
-    _find(at, item, begin, item[w.END], places, vectors * row_loops.lanes() + w.AHEAD)
-    loops.approach(at[w.VALUE_CACHE], places, w.AHEAD, size)
     for first in range(0, lines, 4):
         loops.score(
-            scratch + first * stride, stride, at[w.KEY_CACHE], places, count, size, dims, scores + first * width, width,
-            float_of(at[w.SCALE]), lines - first, kind, form)
+            scratch + first * stride, stride, at[w.KEY_CACHE], places, count, at[w.HEAD_DIM],
+            scores + first * width, width, float_of(at[w.SCALE]), lines - first, at[w.VALUE_CACHE], kind, form)
     for line in range(lines):
         row = scores + line * width
         _hide(at, item, line, begin, count, row, vectors * row_loops.lanes())
-        most[line] = row_loops.greatest(row, vectors)
-        totals[line] = row_loops.exponentials(row, vectors, float32(0) if most[line] == NOTHING else most[line])
-    for first in range(0, lines, 4):
-        loops.weigh(
-            scores + first * width, width, at[w.VALUE_CACHE], places, count, size, dims, sums + first * stride, stride,
-            lines - first, kind)
+        most[line] = larger(LEAST, row_loops.greatest(row, vectors))
+        totals[line] = row_loops.powers(row, vectors, most[line])
 
 
 @inlined
-def _attend_long(at, item, scratch, kind, form):
+def _weigh_short(at, item, scratch, places, later, kind, form):
+    lines, stride, width = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4, w.SHORT_PART * 4
+    scores, sums, lanes = scratch + at[w.SCORES], scratch + at[w.SUMS], row_loops.lanes()
+    count = whole(item[w.END] - item[w.BEGIN], lanes) * lanes
+    for first in range(0, lines, 4):
+        loops.weigh(
+            scores + first * width, width, at[w.VALUE_CACHE], places, count, at[w.HEAD_DIM],
+            sums + first * stride, stride, lines - first, at[w.KEY_CACHE], later, kind, form)
+
+
+@inlined
+def _attend_long(at, item, scratch, places, later, kind, form):
     """Many lines: some keys at a time are turned, some values converted, and all lines multiplied with them."""
-    lines, stride, dims, size = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4, at[w.HEAD_DIM], at[w.ROW_BYTES]
-    places, scores, sums = scratch + at[w.PLACES], scratch + at[w.SCORES], scratch + at[w.SUMS]
-    columns, rows, width = scratch + at[w.COLUMNS], scratch + at[w.LINES], w.TILE_KEYS * 4
-    most = carray(pointer(scratch + at[w.GREATEST]), lines, float32)
-    totals = carray(pointer(scratch + at[w.TOTALS]), lines, float32)
-    most[:], totals[:] = NOTHING, float32(0)
-    row_loops.fill(sums, float32(0), 0, _whole(lines, w.ROWS_AT_ONCE) * w.ROWS_AT_ONCE * at[w.PADDED])
-    pairs = loops.in_pairs(kind, form)
-    depth = 2 if pairs else 1  # numbers in a place
+    lines, stride = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4
+    lane_totals, totals = scratch + at[w.LANE_TOTALS], float32_at(scratch + at[w.TOTALS])
+    groups = whole(lines, w.ROWS_AT_ONCE)
+    share = whole(w.TILE_KEYS, groups)  # of the next keys, asked for by each group of lines
+    row_loops.fill(scratch + at[w.GREATEST], LEAST, 0, lines)
+    clear(scratch + at[w.SUMS], groups * w.ROWS_AT_ONCE * stride)
+    clear(lane_totals, lines * row_loops.lanes() * 4)
     _take_queries(at, item, lines, scratch, kind, form)
+    find(at, item, item[w.BEGIN], smaller(item[w.END], item[w.BEGIN] + w.TILE_KEYS), places, w.TILE_KEYS)
+    ask_for_tile(at, places, w.TILE_KEYS)
     for begin in range(item[w.BEGIN], item[w.END], w.TILE_KEYS):
-        count = min(w.TILE_KEYS, item[w.END] - begin)
-        _find(at, item, begin, begin + count, places, w.TILE_KEYS)
-        if pairs:
-            loops.transpose(at[w.KEY_CACHE], places, w.TILE_KEYS, size, dims // 2, columns, width, FLOAT32)
-            loops.pair_up(at[w.VALUE_CACHE], places, w.TILE_KEYS, size, dims, rows, stride)
-        else:
-            loops.transpose(at[w.KEY_CACHE], places, w.TILE_KEYS, size, dims, columns, width, kind)
-            loops.gather(at[w.VALUE_CACHE], places, w.TILE_KEYS, size, dims, rows, stride, kind)
-        for first in range(0, lines, w.ROWS_AT_ONCE):
-            loops.multiply(
-                scratch + first * stride, stride, columns, width, scores + first * width, width, dims // depth,
-                w.TILE_KEYS, float_of(at[w.SCALE]), kind, form)
-        for line in range(lines):
-            row = scores + line * width
-            _hide(at, item, line, begin, count, row, w.TILE_KEYS)
-            _follow(row, sums + line * stride, at[w.PADDED] // row_loops.lanes(), most, totals, line)
-            if pairs:
-                row_loops.shrink(row, w.TILE_KEYS // row_loops.lanes())
-        for first in range(0, lines, w.ROWS_AT_ONCE):
-            loops.multiply_add(
-                scores + first * width, width, rows, stride, sums + first * stride, stride, w.TILE_KEYS // depth,
-                at[w.PADDED], kind, form)
+        end = smaller(begin + w.TILE_KEYS, item[w.END])
+        _turn(at, places, whole(end - begin, row_loops.lanes()) * row_loops.lanes(), scratch, kind, form)
+        if end < item[w.END]:
+            find(at, item, end, smaller(end + w.TILE_KEYS, item[w.END]), later, share * groups)
+        for group in range(groups):
+            if end < item[w.END]:
+                ask_for_tile(at, later + group * share * 8, share)
+            first = group * w.ROWS_AT_ONCE
+            some = smaller(w.ROWS_AT_ONCE, lines - first)
+            early, late = position(at, item, first), position(at, item, first + some - 1)
+            if begin <= late and (at[w.WINDOW] == 0 or early - at[w.WINDOW] + 1 < end):  # one of them sees a key
+                _attend_tile(at, item, scratch, first, some, early, late, begin, end, kind, form)
+        places, later = later, places
+    for line in range(lines):
+        totals[line] = row_loops.total(lane_totals + line * row_loops.lanes() * 4)
 
 
 @called
-def _follow(scores, sums, sum_vectors, most, totals, line):
-    """The online softmax: the weights of more scores, and what was summed before brought to their greatest one."""
-    vectors = w.TILE_KEYS // row_loops.lanes()
-    greatest = max(most[line], row_loops.greatest(scores, vectors))
-    shift = float32(0) if greatest == NOTHING else greatest
-    if greatest != most[line]:
-        factor = float32(math.exp(most[line] - shift))
-        row_loops.scale(sums, factor, sum_vectors)
-        totals[line] *= factor
-        most[line] = greatest
-    totals[line] += row_loops.exponentials(scores, vectors, shift)
+def _turn(at, places, count, scratch, kind, form):
+    """The keys at ``places`` as columns, and the values as rows; where they are multiplied in pairs, in pairs."""
+    columns, rows = scratch + at[w.COLUMNS], scratch + at[w.LINES]
+    dims, width, stride = at[w.HEAD_DIM], w.TILE_KEYS * 4, at[w.PADDED] * 4
+    if loops.in_pairs(kind, form):
+        products.transpose(at[w.KEY_CACHE], places, count, dims // 2, columns, width, FLOAT32, form)
+        products.pair_up(at[w.VALUE_CACHE], places, count, dims, rows, stride, form)
+    else:
+        products.transpose(at[w.KEY_CACHE], places, count, dims, columns, width, kind, form)
+        products.gather(at[w.VALUE_CACHE], places, count, dims, rows, stride, kind)
+
+
+@called
+def _attend_tile(at, item, scratch, first, some, early, late, begin, end, kind, form):
+    """``some`` lines from ``first`` on, their queries at the positions from ``early`` to ``late``, and the keys from
+    ``begin`` to before ``end``. Keys behind ``late``, which none of the lines sees, are left out."""
+    lanes, stride, width = row_loops.lanes(), at[w.PADDED] * 4, w.TILE_KEYS * 4
+    depth = 2 if loops.in_pairs(kind, form) else 1  # numbers in a place
+    scores, sums = scratch + at[w.SCORES] + first * width, scratch + at[w.SUMS] + first * stride
+    seen = whole(smaller(end, late + 1) - begin, lanes) * lanes
+    products.multiply(
+        scratch + first * stride, stride, scratch + at[w.COLUMNS], width, scores, width, at[w.HEAD_DIM] // depth, seen,
+        float_of(at[w.SCALE]), kind, form)
+    if begin + seen > smaller(end, early + 1) or at[w.SOFTCAP] != 0 or (
+            at[w.WINDOW] > 0 and begin <= late - at[w.WINDOW]):
+        for line in range(some):
+            _hide(at, item, first + line, begin, end - begin, scores + line * width, seen)
+    products.soften(
+        scores, width, some, seen, scratch + at[w.GREATEST] + first * 4,
+        scratch + at[w.LANE_TOTALS] + first * lanes * 4, sums, stride, at[w.PADDED], kind, form)
+    products.multiply_add(
+        scores, width, scratch + at[w.LINES], stride, sums, stride, seen // depth, at[w.PADDED], kind, form)
 
 
 @called
@@ -296,8 +260,8 @@ def _finish(at, item, scratch, kind):
     """Give out what an item has found; of an item of several parts, the last one to come merges all."""
     lines, stride, vectors = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4, at[w.PADDED] // row_loops.lanes()
     sums = scratch + at[w.SUMS]
-    most = carray(pointer(scratch + at[w.GREATEST]), lines, float32)
-    totals = carray(pointer(scratch + at[w.TOTALS]), lines, float32)
+    most = float32_at(scratch + at[w.GREATEST])
+    totals = float32_at(scratch + at[w.TOTALS])
     if item[w.PARTS] > 1:
         # Of each part the sums of all lines, then their greatest scores, then their totals.
         size, first = lines * (stride + 8), at[w.PARTIALS] + item[w.PARTIAL] * 4
@@ -311,7 +275,7 @@ def _finish(at, item, scratch, kind):
         fetch_add(arrival, -item[w.PARTS])  # for the next layer
         _merge(item[w.PARTS], lines, first, size, stride, sums, most, totals, vectors)
     for line in range(lines):
-        target = _line_of(at, item, line, at[w.OUT], at[w.OUT_TOKEN], at[w.OUT_HEAD])
+        target = line_of(at, item, line, at[w.OUT], at[w.OUT_TOKEN], at[w.OUT_HEAD])
         row_loops.give(sums + line * stride, float32(1) / totals[line], target, at[w.HEAD_DIM], kind)
 
 
@@ -319,16 +283,16 @@ def _finish(at, item, scratch, kind):
 def _merge(parts, lines, first, size, stride, sums, most, totals, vectors):
     """The parts' sums, in their order, each brought to the greatest score of all."""
     for line in range(lines):
-        highest = NOTHING
+        highest = LEAST
         for part in range(parts):
-            numbers = carray(pointer(first + part * size + lines * stride), 2 * lines, float32)
-            highest = max(highest, numbers[line])
+            numbers = float32_at(first + part * size + lines * stride)
+            highest = larger(highest, numbers[line])
         totals[line] = float32(0)
         row_loops.fill(sums + line * stride, float32(0), 0, stride // 4)
         for part in range(parts):
-            numbers = carray(pointer(first + part * size + lines * stride), 2 * lines, float32)
-            if numbers[line] == NOTHING and numbers[lines + line] == 0:
+            numbers = float32_at(first + part * size + lines * stride)
+            if numbers[lines + line] == 0:
                 continue  # it sees none of them
-            factor = float32(math.exp(numbers[line] - highest))
+            factor = row_loops.power(numbers[line] - highest)
             totals[line] += factor * numbers[lines + line]
             row_loops.add(sums + line * stride, first + part * size + line * stride, factor, vectors)

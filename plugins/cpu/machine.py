@@ -6,7 +6,7 @@ Imports numba: import this module where a part is bound, and nowhere before.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from llvmlite import ir
-from numba import carray, int64, njit, types
+from numba import carray, float32, int32, int64, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -34,6 +34,36 @@ def pointer(typing, address):
 def words(data):
     """A kernel's words, without end: int64."""
     return carray(data, 1 << 30, int64)
+
+
+@called
+def words_at(address):
+    """The int64 from ``address`` on, without end. One ``carray`` of each kind: numba compiles it anew for each call."""
+    return carray(pointer(address), 1 << 30, int64)
+
+
+@called
+def int32_at(address):
+    """As :func:`words_at`, of int32."""
+    return carray(pointer(address), 1 << 30, int32)
+
+
+@called
+def float32_at(address):
+    """As :func:`words_at`, of float32."""
+    return carray(pointer(address), 1 << 30, float32)
+
+
+@called
+def smaller(a, b):
+    """``min``, which numba compiles anew for each call."""
+    return a if a < b else b
+
+
+@called
+def larger(a, b):
+    """As :func:`smaller`."""
+    return a if a > b else b
 
 
 @intrinsic

@@ -5,7 +5,7 @@
 from numba import types
 from numba.extending import intrinsic
 
-from hotswap.plugins.cpu.vectors import F32, I64, Code, number
+from hotswap.plugins.cpu.vectors import F32, I32, I64, Code, number
 
 WORD = types.int64
 
@@ -53,21 +53,6 @@ def give(typing, row, factor, target, size, kind):
 
 
 @intrinsic
-def shrink(typing, row, count):
-    """So many whole vectors of float32 to bfloat16, in place: the row's numbers then fill its first half."""
-
-    def generate(context, builder, signature, arguments):
-        row, count = arguments
-        code = Code(context, builder)
-        with code.loop(count) as i:
-            value = code.load(builder.add(row, code.scaled(i, code.step)))
-            code.write(value, builder.add(row, code.scaled(i, code.step // 2)), types.uint16)
-        return context.get_dummy_value()
-
-    return types.void(WORD, WORD), generate
-
-
-@intrinsic
 def fill(typing, row, value, begin, end):
     """The float32 of a row from ``begin`` to before ``end``."""
 
@@ -79,20 +64,6 @@ def fill(typing, row, value, begin, end):
         return context.get_dummy_value()
 
     return types.void(WORD, types.float32, WORD, WORD), generate
-
-
-@intrinsic
-def scale(typing, row, factor, count):
-    """A row of so many whole vectors, times ``factor``."""
-
-    def generate(context, builder, signature, arguments):
-        row, factor, count = arguments
-        code = Code(context, builder)
-        factor = code.everywhere(factor)
-        _replace(code, row, count, lambda value: builder.fmul(value, factor))
-        return context.get_dummy_value()
-
-    return types.void(WORD, types.float32, WORD), generate
 
 
 @intrinsic
@@ -128,8 +99,8 @@ def greatest(typing, row, count):
 
 
 @intrinsic
-def exponentials(typing, row, count, greatest):
-    """Of each number of a row, less ``greatest``, in place; returns their sum."""
+def powers(typing, row, count, greatest):
+    """2 to each number of a row, less ``greatest``, in place; returns their sum."""
 
     def generate(context, builder, signature, arguments):
         row, count, most = arguments
@@ -138,7 +109,7 @@ def exponentials(typing, row, count, greatest):
         total = code.variable(code.zero)
 
         def weight(score):
-            value = code.exp(builder.fsub(score, most))
+            value = code.power(builder.fsub(score, most))
             builder.store(builder.fadd(builder.load(total), value), total)
             return value
 
@@ -149,17 +120,39 @@ def exponentials(typing, row, count, greatest):
 
 
 @intrinsic
-def squash(typing, row, count, cap):
-    """cap tanh(x / cap) of each number of a row, in place: softcap, as in Gemma 2."""
+def power(typing, exponent):
+    """2 to ``exponent``, as :func:`powers` has it."""
 
     def generate(context, builder, signature, arguments):
-        row, count, cap = arguments
         code = Code(context, builder)
-        cap = code.everywhere(cap)
-        _replace(code, row, count, lambda value: builder.fmul(code.tanh(builder.fdiv(value, cap)), cap))
+        return builder.extract_element(code.power(code.everywhere(arguments[0])), I32(0))
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def total(typing, row):
+    """Of a vector's lanes."""
+
+    def generate(context, builder, signature, arguments):
+        code = Code(context, builder)
+        return code.single(code.load(arguments[0]), builder.fadd)
+
+    return types.float32(WORD), generate
+
+
+@intrinsic
+def squash(typing, row, count, cap, most):
+    """``most`` tanh(x / cap) of each number of a row, in place: softcap, as in Gemma 2."""
+
+    def generate(context, builder, signature, arguments):
+        row, count, cap, most = arguments
+        code = Code(context, builder)
+        cap, most = code.everywhere(cap), code.everywhere(most)
+        _replace(code, row, count, lambda value: builder.fmul(code.tanh(builder.fdiv(value, cap)), most))
         return context.get_dummy_value()
 
-    return types.void(WORD, WORD, types.float32), generate
+    return types.void(WORD, WORD, types.float32, types.float32), generate
 
 
 def _replace(code, row, count, function):

@@ -171,6 +171,18 @@ class Code:
         wide = self.builder.zext(raw, vector(I32, self.lanes))
         return self.builder.bitcast(self.builder.shl(wide, integer(16, self.lanes)), self.zero.type)
 
+    def halves(self, raw):
+        """float32 from a vector that holds two bfloat16 in each lane: the first ones, and the second ones."""
+        b, bits = self.builder, self.builder.bitcast(raw, vector(I32, self.lanes))
+        return [
+            b.bitcast(half, raw.type)
+            for half in (b.shl(bits, integer(16, self.lanes)), b.and_(bits, integer(0xFFFF0000, self.lanes)))]
+
+    def zipped(self, first, second):
+        """Two vectors with the lanes of both in turns."""
+        n = self.lanes
+        return [self.pick(first, second, [x for i in range(at, at + n // 2) for x in (i, n + i)]) for at in (0, n // 2)]
+
     def write(self, value, address, kind, mask=None):
         self.put(self.narrow(value, kind), address, kind, mask)
 
@@ -240,8 +252,15 @@ class Code:
     def over_row(self, size, block, body, whole=False):
         """``body(first, width, mask)`` for ``width`` vectors after ``width`` vectors of a row of ``size`` numbers:
         ``block`` at a time, then one at a time, then the part of one that is left, masked, unless rows are ``whole``
-        vectors. ``first`` counts numbers."""
+        vectors. ``first`` counts numbers. A ``size`` that is an int makes no loop."""
         b, lanes = self.builder, self.lanes
+        if isinstance(size, int):
+            vectors, rest = divmod(size, lanes)
+            for first in range(0, vectors, block):
+                body(I64(first * lanes), min(block, vectors - first), None)
+            if rest:
+                body(I64(vectors * lanes), 1, self.first_lanes(I64(rest)))
+            return
         blocks = b.udiv(size, I64(block * lanes)) if block > 1 else I64(0)
         if block > 1:
             with self.loop(blocks) as i:
@@ -261,6 +280,10 @@ class Code:
 
     def totals(self, four, combine=None):
         """The sums of four vectors' lanes, in a vector of four; or what ``combine`` makes of them, two by two."""
+        return self.fours([self.quarters(four, combine)], combine)
+
+    def quarters(self, four, combine=None):
+        """Each four lanes of it hold a part of the four vectors' sums over their lanes, as in :meth:`totals`."""
         combine = combine or self.builder.fadd
 
         def interleave(a, b, pair):
@@ -274,8 +297,18 @@ class Code:
                 high = [x for f in fours for x in (f + 2, f + 3, n + f + 2, n + f + 3)]
             return combine(self.pick(a, b, low), self.pick(a, b, high))
 
-        found = interleave(interleave(four[0], four[1], 2), interleave(four[2], four[3], 2), 1)
-        while found.type.count > 4:
+        return interleave(interleave(four[0], four[1], 2), interleave(four[2], four[3], 2), 1)
+
+    def fours(self, quarters, combine=None):
+        """The sums, in their order, whose :meth:`quarters` are given: of one, or of as many as fill a vector."""
+        combine, rounds = combine or self.builder.fadd, len(quarters) > 1
+        while len(quarters) > 1:
+            even, odd = ([i for f in range(at, 2 * self.lanes, 8) for i in range(f, f + 4)] for at in (0, 4))
+            quarters = [
+                combine(self.pick(a, b, even), self.pick(a, b, odd))
+                for a, b in zip(quarters[::2], quarters[1::2], strict=True)]
+        [found] = quarters
+        while not rounds and found.type.count > 4:
             found = self.folded(found, combine)
         return found
 
@@ -307,6 +340,21 @@ class Code:
         power = b.add(b.shl(b.bitcast(shifted, vector(I32, n)), integer(23, n)), integer(127 << 23, n))
         found = b.fmul(series, b.bitcast(power, x.type))
         return b.select(b.fcmp_ordered("<", x, number(-87.0, n)), number(0.0, n), found)
+
+    def power(self, x):
+        """2^x to about two parts in 10^7, from -126 to 126; 0 below. x = n + r, and a polynomial of r, exact at 0.
+
+        As in :meth:`exp` n is rounded by adding a number at which float32 counts whole ones; this one's last bits are
+        those of the exponent 0."""
+        b, n = self.builder, x.type.count
+        whole = number(12582912.0 + 127, n)
+        shifted = b.fadd(x, whole)
+        r = b.fsub(x, b.fsub(shifted, whole))
+        series = number(1.326472731307149e-3, n)
+        for factor in (9.671512991189957e-3, 5.550733581185341e-2, 2.4022242426872253e-1, 6.931470036506653e-1, 1.0):
+            series = self.multiply_add(series, r, number(factor, n))
+        power = b.bitcast(b.shl(b.bitcast(shifted, vector(I32, n)), integer(23, n)), x.type)
+        return b.select(b.fcmp_ordered("<", x, number(-126.0, n)), number(0.0, n), b.fmul(series, power))
 
     def tanh(self, x):
         """To about one part in 10^7 of 1. Beyond 10 float32 knows no other than 1."""

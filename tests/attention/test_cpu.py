@@ -123,7 +123,7 @@ def test_partial_results_take_bounded_memory_and_a_long_row_is_still_shared(quer
         assert state.words[w.NUM_ITEMS] >= w.MOST_PARTS // 2 * heads
 
 
-AREAS = (w.SUMS, w.SCORES, w.PLACES, w.COLUMNS, w.LINES, w.GREATEST, w.TOTALS)
+AREAS = (w.SUMS, w.SCORES, w.PLACES, w.COLUMNS, w.LINES, w.GREATEST, w.TOTALS, w.LANE_TOTALS)
 """Of a thread's scratch memory, behind the queries and in this order."""
 
 
