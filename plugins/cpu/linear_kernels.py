@@ -21,8 +21,8 @@ from hotswap.plugins.cpu.team import Kernel
 FLOAT32, BFLOAT16 = np.float32(0), np.uint16(0)
 """Kinds of numbers: see :mod:`.vectors`."""
 
-BITS_4, BITS_8 = np.int8(0), np.uint8(0)
-"""Forms of weights."""
+BITS_4, BITS_8, SPANS = np.int8(0), np.uint8(0), np.uint16(0)
+"""Forms of weights; SPANS: 8 bits, with scales for spans of groups."""
 
 
 @Kernel
@@ -43,6 +43,16 @@ def multiply_8_float32(data):
 @Kernel
 def multiply_8_bfloat16(data):
     _multiply(words(data), BITS_8, BFLOAT16)
+
+
+@Kernel
+def multiply_spans_float32(data):
+    _multiply(words(data), SPANS, FLOAT32)
+
+
+@Kernel
+def multiply_spans_bfloat16(data):
+    _multiply(words(data), SPANS, BFLOAT16)
 
 
 @inlined
@@ -91,7 +101,7 @@ def _part(at, numbers, tile, token, form, kind):
     tokens, groups, size = at[w.TOKENS], at[w.GROUPS], loops.bytes_of_block(form)
     count = min(w.TILE, at[w.OUT_SIZE] - tile * w.TILE)
     weights = at[w.WEIGHTS] + tile * size * groups
-    bias = at[w.BIAS] + tile * w.TILE * 4
+    bias = at[w.BIAS] + tile * loops.bytes_of_bias(groups, form)
     out = at[w.OUT] + tile * w.TILE * loops.bytes_of(kind)
     chunk = token // (w.PART * w.PARTS) * w.PART * w.PARTS
     rows = min(w.PART * w.PARTS, tokens - chunk)

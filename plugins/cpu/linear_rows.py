@@ -22,6 +22,11 @@ ROUNDS = 1.5 * 2.0**23
 """Where this is added, float32 counts whole numbers: the lowest bits of the sum are the number, rounded."""
 
 
+def bits_of(form):
+    """Of the weights' numbers."""
+    return 4 if form == types.int8 else 8
+
+
 @intrinsic
 def shrink(typing, x, size, numbers, place, rows, form, kind):
     """A row in 8 bits, the one at ``place`` in a block of ``rows`` that begins at ``numbers``: each group's numbers,
@@ -33,7 +38,7 @@ def shrink(typing, x, size, numbers, place, rows, form, kind):
         if code.lanes != VECTOR:
             raise RuntimeError(f"weights lie in vectors of {VECTOR}, and here are such of {code.lanes}: see no_kernels")
         x, size, numbers, place, rows, *_ = arguments
-        bits, blocks = 8 if form == types.uint8 else 4, builder.udiv(size, I64(BLOCK * GROUP))
+        bits, blocks = bits_of(form), builder.udiv(size, I64(BLOCK * GROUP))
         whole, rest = (_Row(code, x, size, numbers, place, rows, bits, kind, masked) for masked in (False, True))
         left = builder.icmp_signed(">", size, code.scaled(blocks, BLOCK * GROUP))
         for step in (_Row.measure, _Row.shrink):

@@ -6,7 +6,8 @@ a block for each ``GROUP`` input features: for every four of them, or eight wher
 all its output features; then their scales and, of 4-bit numbers, their least values, float16. A number q of 4 bits
 stands for q * scale + least, one of 8 bits for (q - ``MIDDLE``) * scale. Four numbers of one output feature, then those
 of the next one: that is what the processor multiplies at once. Where numbers have 4 bits, a byte has two: the high ones
-are those of the four input features behind.
+are those of the four input features behind. Where numbers of 8 bits share their scale over spans of ``SPAN`` groups,
+blocks have none: behind the tile's biases stand for each span the scales of its output features, float32.
 
 Rows in 8 bits lie in blocks of ``ROWS``; what is left is a block of two, and one of one. A block has for each group its
 rows' numbers, then for each row the scale, float32, then for each row what the sum of its numbers adds: with weights of
@@ -26,6 +27,9 @@ TILE = VECTORS * VECTOR
 
 GROUP = 32
 """Weights of an output feature that share a scale; numbers of a row, too."""
+
+SPAN = 6
+"""Groups whose products are added up before they are scaled, of weights with a scale for so many."""
 
 MIDDLE = 128
 """What stands for zero, of 8-bit weights."""
@@ -65,13 +69,13 @@ of each region what has been taken of it. They and ORDER begin at zero."""
     COUNTERS,  # where ORDER is
     SIZE, GROUPS,  # input features, and groups of them
     WEIGHTS,
-    BIAS,  # float32, for whole tiles
+    BIAS,  # float32, for whole tiles; of each tile, where blocks have no scales, those of spans come next
     OUT_ROW, OUT_SIZE,
     NUM_WORDS,
 ) = range(LAYER, LAYER + 8)  # fmt: skip
 """What stays the same."""
 
 
-def block_bytes(bits: int) -> int:
-    """Of a tile's group."""
-    return TILE * (GROUP * bits // 8 + (2 if bits == 8 else 4))
+def block_bytes(bits: int, scales: bool = True) -> int:
+    """Of a tile's group, which has ``scales`` or not."""
+    return TILE * (GROUP * bits // 8 + (0 if not scales else 2 if bits == 8 else 4))

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hotswap.core.interfaces.quantization import LinearWeight
 from hotswap.core.modeling.linear import dense_parts
-from hotswap.plugins.cpu.linear_words import GROUP
+from hotswap.plugins.cpu.linear_words import GROUP, SPAN
 
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 """How much of a group's range 4 bits may cover: what lies outside is cut off, the rest becomes finer."""
@@ -38,6 +38,19 @@ class Groups:
             self.numbers[:, first : first + width], self.scales[:, groups], self.least[:, groups], self.bits)
 
 
+@dataclass(frozen=True)
+class Spans:
+    """``numbers`` uint8 [O, I], ``scales`` float32 [O, S], one for each 192 input features: a number q stands for
+    (q - 128) * scale."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+    def rows(self, rows: slice) -> "Spans":
+        """Some of the output features, in the same memory."""
+        return Spans(self.numbers[rows], self.scales[rows])
+
+
 def joined(parts: Iterable[Groups], out_features: int) -> Groups:
     """One below the other, ``out_features`` in all, of as many bits each. Of an iterator, one part at a time is in
     memory."""
@@ -61,6 +74,20 @@ def quantize_weight(weight: LinearWeight, bits: int) -> Groups:
     return joined((quantize_groups(part.float(), bits) for part in dense_parts(weight)), weight.out_features)
 
 
+def quantize_spans(weight: LinearWeight) -> Spans:
+    """Rounded to the nearest of 8-bit numbers, symmetrically around 0; some rows at a time."""
+    outputs, width, span = weight.out_features, weight.in_features, SPAN * GROUP
+    whole, start = Spans(
+        torch.empty(outputs, width, dtype=torch.uint8), torch.empty(outputs, -(-width // span))), 0
+    for part in dense_parts(weight):
+        place = slice(start, start := start + len(part))
+        spans = functional.pad(part.float(), (0, -width % span)).view(len(part), -1, span)
+        scales = spans.abs().amax(-1, keepdim=True) / 127
+        whole.numbers[place] = _around_zero(spans, scales).flatten(1)[:, :width]
+        whole.scales[place] = scales.squeeze(-1)
+    return whole
+
+
 def quantize_groups(dense: torch.Tensor, bits: int) -> Groups:
     """dense [O, I] float32, rounded to the nearest number: of 8 bits symmetrically around 0; of 4 bits between a least
     and a greatest value, of which the range with the least squared error is taken for each group."""
@@ -72,8 +99,12 @@ def quantize_groups(dense: torch.Tensor, bits: int) -> Groups:
 
 def _symmetric(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scales = _kept(groups.abs().amax(-1, keepdim=True) / 127)
-    numbers = (groups / scales).nan_to_num_(0.0).round_().clamp_(-127, 127)  # no scale: the group is zero
-    return numbers.add_(128).to(torch.uint8), scales, -128 * scales
+    return _around_zero(groups, scales), scales, -128 * scales
+
+
+def _around_zero(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    numbers = (values / scales).nan_to_num_(0.0).round_().clamp_(-127, 127)  # no scale: they are zero
+    return numbers.add_(128).to(torch.uint8)
 
 
 def _least_squares(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 
 import struct
 import threading
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from hotswap.core.modeling.linear import PART_VALUES, tensor_bytes
 from hotswap.plugins.cpu import linear_words as w
 from hotswap.plugins.cpu import memory
 from hotswap.plugins.cpu.team import Kernel, ThreadWords, Words, compile_kernels, is_recorded, team_note
-from hotswap.plugins.quantization.grouped import Groups
+from hotswap.plugins.quantization.grouped import Groups, Spans
 from hotswap.plugins.quantization.torch_support import processor_has
 
 _CALL = struct.Struct(f"7q{8 * (w.LAYER - 7)}x")
@@ -66,19 +67,19 @@ def no_kernels() -> str:
 class KernelLinear:
     """Implements ``Packed``: rows are brought to 8 bits in groups of 32, and multiplied with the weights' numbers."""
 
-    def __init__(self, groups: Groups, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        self._out_features, self._in_features = groups.numbers.shape
-        self._weights = tiles(groups)
-        self._bias = torch.zeros(-(-self._out_features // w.TILE) * w.TILE)
-        if bias is not None:
-            self._bias[: self._out_features] = bias
+    def __init__(self, numbers: Groups | Spans, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self._out_features, self._in_features = numbers.numbers.shape
+        self._weights = tiles(numbers)
+        num_tiles, num_groups, _ = self._weights.shape
+        form, scales = (numbers.bits, None) if isinstance(numbers, Groups) else ("spans", numbers.scales)
+        self._bias = _by_tile(num_tiles, [bias] if scales is None else [bias, *scales.t()])
         self.nbytes = tensor_bytes(self._weights, self._bias)
-        self._row_bytes, self._size = w.ROW_BYTES * groups.scales.shape[1], self._weights.numel()
+        self._row_bytes, self._size = w.ROW_BYTES * num_groups, self._weights.numel()
         self._words = ThreadWords(partial(
-            _LayerWords, self._in_features, groups.scales.shape[1], self._weights.data_ptr(), self._bias.data_ptr(),
+            _LayerWords, self._in_features, num_groups, self._weights.data_ptr(), self._bias.data_ptr(),
             self._out_features * dtype.itemsize, self._out_features))
         kernels = import_module("hotswap.plugins.cpu.linear_kernels")  # late: it imports numba
-        self._kernel: Kernel = getattr(kernels, f"multiply_{groups.bits}_{str(dtype).removeprefix('torch.')}")
+        self._kernel: Kernel = getattr(kernels, f"multiply_{form}_{str(dtype).removeprefix('torch.')}")
         compile_kernels([self._kernel])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,23 +107,34 @@ class _LayerWords(Words):
         _LAYER.pack_into(self.memory, self.skip + 8 * w.LAYER, self.address, *layer)
 
 
-def tiles(groups: Groups) -> torch.Tensor:
+def _by_tile(num_tiles: int, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """float32 [tiles, values, TILE], zero where there are none: each has one for each output feature."""
+    own = torch.zeros(len(values), num_tiles * w.TILE)
+    for place, each in zip(own, values, strict=True):
+        if each is not None:
+            place[: len(each)] = each
+    return own.view(len(own), num_tiles, w.TILE).transpose(0, 1).contiguous()
+
+
+def tiles(numbers: Groups | Spans) -> torch.Tensor:
     """uint8 [tiles, G, bytes of a block], as :mod:`hotswap.plugins.cpu.linear_words` says; made some at a time."""
-    count, num_groups = -(-len(groups.numbers) // w.TILE), groups.scales.shape[1]
-    size = w.block_bytes(groups.bits)
+    count, num_groups = (-(-size // by) for size, by in zip(numbers.numbers.shape, (w.TILE, w.GROUP), strict=True))
+    size = w.block_bytes(numbers.bits) if isinstance(numbers, Groups) else w.block_bytes(8, scales=False)
     packed = memory.empty(count * num_groups * size).view(count, num_groups, size)
     some = max(1, PART_VALUES // (num_groups * w.GROUP * w.TILE))
     for first in range(0, count, some):
-        packed[first : first + some] = _some_tiles(groups.rows(slice(first * w.TILE, (first + some) * w.TILE)))
+        packed[first : first + some] = _some_tiles(numbers.rows(slice(first * w.TILE, (first + some) * w.TILE)))
     return packed
 
 
-def _some_tiles(groups: Groups) -> torch.Tensor:
+def _some_tiles(groups: Groups | Spans) -> torch.Tensor:
     outputs, inputs = groups.numbers.shape
     more = (0, -inputs % w.GROUP, 0, -outputs % w.TILE)
     padded = functional.pad(groups.numbers, more)
     numbers = padded.view(-1, w.TILE, padded.shape[1] // w.GROUP, w.GROUP // 4, 4)
     numbers = numbers.permute(0, 2, 3, 1, 4).flatten(3)  # [tiles, G, 8, TILE * 4]
+    if isinstance(groups, Spans):
+        return numbers.flatten(2)
     if groups.bits == 4:
         numbers = numbers[:, :, 0::2] | (numbers[:, :, 1::2] << 4)
     kept = (groups.scales,) if groups.bits == 8 else (groups.scales, groups.least)

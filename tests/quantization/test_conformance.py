@@ -33,6 +33,11 @@ class TestInt8(Suite):
 
 
 @pytest.mark.skipif(bool(no_kernels()), reason=no_kernels())
+class TestInt8InGroupsOf192(Suite):
+    use, options = "int8", {"group_size": 192}
+
+
+@pytest.mark.skipif(bool(no_kernels()), reason=no_kernels())
 class TestInt4(Suite):
     use = "int4"
 

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from hotswap.core.interfaces.quantization import LinearWeight
 from hotswap.core.testing.quantization import random_blocks, random_rows
 from hotswap.plugins.cpu import linear_words as w
 from hotswap.plugins.cpu import memory
 from hotswap.plugins.cpu.team import Kernel
 from hotswap.plugins.quantization.gguf import FORMATS
-from hotswap.plugins.quantization.grouped import quantize_groups
+from hotswap.plugins.quantization.grouped import quantize_groups, quantize_spans
 from hotswap.plugins.quantization.kernel_linear import KernelLinear, no_kernels, tiles
 
 pytestmark = pytest.mark.skipif(bool(no_kernels()), reason=no_kernels())
@@ -41,10 +42,30 @@ def test_products_are_exact_but_for_the_rounding_of_rows(bits, shape, dense):
         assert error < 2e-4, f"{count} rows: {error:.3g}"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+def spans(*shape):
+    weight = random_rows(*shape, 1)
+    weight[shape[0] // 2] = 0
+    return quantize_spans(LinearWeight(("test",), (weight,), None, torch.float32, "cpu")), weight
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (17, 96), (40, 230), (130, 1), (64, 576)])
+def test_products_with_a_scale_for_192_weights_are_exact_but_for_the_rounding_of_rows(shape):
+    (numbers, weight), bias = spans(*shape), random_rows(1, shape[0], 2)[0]
+    scales = numbers.scales.repeat_interleave(192, 1)[:, : shape[1]]
+    layer, dense = KernelLinear(numbers, bias, torch.float32), (numbers.numbers - 128.0) * scales
+    assert ((dense - weight).abs() <= 0.501 * scales).all()
+    for count in (1, 2, 3, 5, 15):
+        x = random_rows(count, shape[1], count)
+        expected = rounded(x) @ dense.double().T + bias.double()
+        error = (layer(x).double() - expected).abs().max() / expected.abs().max()
+        assert error < 2e-4, f"{count} rows: {error:.3g}"
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "spans"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_company(name, dtype):
-    layer = KernelLinear(FORMATS[name].read(random_blocks(name, 200, 512).data), None, dtype)
+    numbers = spans(200, 512)[0] if name == "spans" else FORMATS[name].read(random_blocks(name, 200, 512).data)
+    layer = KernelLinear(numbers, None, dtype)
     x = random_rows(150, 512, 3).to(dtype)
     together = layer(x)
     for count in (1, 2, 3, 4, 7, 8, 11, 23, 64, 71):
@@ -109,6 +130,16 @@ def test_a_tile_is_laid_out_as_its_words_say(bits):
     assert torch.equal(scales[:12].float(), groups.scales[48:, 1])
     if bits == 4:
         assert torch.equal(scales[w.TILE : w.TILE + 12].float(), groups.least[48:, 1])
+
+
+def test_blocks_of_spans_are_numbers_alone_and_scales_stand_behind_the_biases():
+    numbers, _ = spans(60, 224)
+    packed = tiles(numbers)
+    assert packed.shape == (2, 7, w.TILE * w.GROUP)
+    assert torch.equal(packed[1, 6, 7 * 4 * w.TILE + 12 :][:4], numbers.numbers[48 + 3, 192 + 28 :])
+    layer = KernelLinear(numbers, torch.ones(60), torch.float32)
+    assert layer.nbytes == packed.numel() + 2 * 3 * 4 * w.TILE  # of two tiles biases, and scales of two spans
+    assert torch.equal(layer(torch.zeros(1, 224)), torch.ones(1, 60))
 
 
 def test_large_weights_lie_in_large_pages_one_behind_the_other_and_are_given_back(monkeypatch):
