@@ -35,14 +35,14 @@ def to_text(
 
     The token that ended the request by its id gives no text, unless the client asked to see what stopped it.
     """
-    sampling, visible = state.request.sampling, kept
-    if ending is not None and ending.reason is FinishReason.STOP and not sampling.include_stop_str_in_output:
-        visible = kept[:-1]
-    delta = detokenizer.push(visible, sampling.min_tokens)
-    if delta.stopped is not None:
-        return delta.text, kept[: delta.consumed], Ending(FinishReason.STOP, delta.stopped)
+    visible = kept
+    if ending is not None and ending.reason is FinishReason.STOP:
+        visible = kept if state.request.sampling.include_stop_str_in_output else kept[:-1]
+    text, stopped, consumed = detokenizer.push(visible, state.min_tokens)
+    if stopped is not None:
+        return text, kept[:consumed], Ending(FinishReason.STOP, stopped)
     over = ending is not None and ending.reason is not FinishReason.HANDOFF
-    return (delta.text + detokenizer.finish() if over else delta.text), kept, ending
+    return (text + detokenizer.finish() if over else text), kept, ending
 
 
 def absorb(state: RequestState, row: RowVerdict, now: float) -> tuple[RequestOutput, Ending | None]:
@@ -52,8 +52,8 @@ def absorb(state: RequestState, row: RowVerdict, now: float) -> tuple[RequestOut
     tokens = state.tokens
     if len(kept) > 1 or kept[0] in state.stop_ids or len(tokens) + 1 >= state.end:
         kept, ending = cut_at_end(state, kept)
-    if state.request.detokenizer is not None:
-        text, kept, ending = to_text(state.request.detokenizer, state, kept, ending)
+    if state.detokenizer is not None:
+        text, kept, ending = to_text(state.detokenizer, state, kept, ending)
     tokens += kept
     output = RequestOutput(state.id, kept, text, cached_tokens=state.cached_tokens or 0)
     if row.logprobs:
@@ -75,7 +75,7 @@ def keep_prompt_logprobs(state: RequestState, row: RowVerdict) -> None:
 
 def last_words(state: RequestState, reason: FinishReason, error: str | None) -> RequestOutput:
     """The final output of a request that does not end by its own tokens."""
-    detokenizer = state.request.detokenizer
+    detokenizer = state.detokenizer
     text = detokenizer.finish() if detokenizer is not None and reason is not FinishReason.ERROR else ""
     return RequestOutput(
         state.id, [], text, finish_reason=reason, error=error, cached_tokens=state.cached_tokens or 0,

@@ -38,16 +38,16 @@ class RequestState:
     """
 
     __slots__ = (
-        "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "draft_limit", "end", "filling",
-        "finish_reason", "finished_at", "first_scheduled_at", "first_token_at", "flying", "hands_over", "held",
-        "id", "kept_in_flight", "max_new", "on_worker", "parent", "preemptions", "priority", "prompt_length",
-        "prompt_logprobs", "ready", "request", "reusable", "sequence", "sink", "status", "stop_ids", "tenant", "told",
-        "tokens", "verified",
+        "arrival", "attrs", "cached_tokens", "commit_due", "computed", "deadline", "detokenizer", "draft_limit", "end",
+        "filling", "finish_reason", "finished_at", "first_scheduled_at", "first_token_at", "flying", "hands_over",
+        "held", "id", "kept_in_flight", "max_new", "min_tokens", "on_worker", "parent", "preemptions", "priority",
+        "prompt_length", "prompt_logprobs", "ready", "request", "reusable", "sequence", "sink", "status", "stop_ids",
+        "tenant", "tokens", "told", "verified",
     )
 
     def __init__(self, request: Request, sink: OutputSink, arrival: float, sequence: int, max_new: int) -> None:
         sampling = request.sampling
-        self.request, self.sink = request, sink
+        self.request, self.sink, self.detokenizer = request, sink, request.detokenizer
         self.id, self.arrival, self.sequence = request.id, arrival, sequence
         self.priority, self.tenant, self.deadline, self.attrs = (
             request.priority, request.tenant, request.deadline, request.attrs,
@@ -55,9 +55,9 @@ class RequestState:
         self.tokens = list(request.prompt_token_ids)
         self.hands_over = request.hands_over and max_new > 1
         self.prompt_length, self.max_new = len(self.tokens), 1 if self.hands_over else max_new
-        self.end = self.prompt_length + self.max_new
-        eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
-        self.stop_ids = eos.union(sampling.stop_token_ids)
+        self.end, self.min_tokens = self.prompt_length + self.max_new, sampling.min_tokens
+        eos = frozenset[int]() if sampling.ignore_eos else request.eos_token_ids
+        self.stop_ids = eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos
         self.status = WAITING
         self.computed = self.verified = self.told = self.commit_due = 0
         self.ready = self.draft_limit = self.reusable = self.preemptions = self.kept_in_flight = 0

@@ -19,9 +19,6 @@ _LONGEST_WINDOW = 64
 """Bound on the window where no clean cut comes along, so that hostile output stays linear."""
 
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
-
-
 class IncrementalDecoder(Protocol):
     """Decodes a growing list of tokens. What it returns, joined, equals decoding all of them at once."""
 
@@ -42,16 +39,23 @@ def incremental_decoder(tokenizer: Tokenizer, skip_special_tokens: bool = True) 
 class ByteDecoder:
     """Of a byte-level vocabulary: joins bytes, without asking the tokenizer. ``hidden`` tokens have no text."""
 
+    __slots__ = ("_begun", "_hidden", "_table")
+
     def __init__(self, table: TokenBytes, hidden: frozenset[int]) -> None:
         self._table, self._hidden = table, hidden
-        self._characters = _UTF8("replace")
+        self._begun = b""
+        """What there is of a character whose end is to come."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         table, hidden = self._table, self._hidden
-        return self._characters.decode(b"".join([table[token] for token in token_ids if token not in hidden]))
+        bytes_ = self._begun + b"".join([table[token] for token in token_ids if token not in hidden])
+        text, whole = codecs.utf_8_decode(bytes_, "replace", False)
+        self._begun = bytes_[whole:]
+        return text
 
     def finish(self) -> str:
-        return self._characters.decode(b"", final=True)
+        bytes_, self._begun = self._begun, b""
+        return bytes_.decode(errors="replace")
 
 
 class WindowDecoder:
@@ -120,6 +124,8 @@ class StreamDetokenizer:
     Text that may turn out to be the beginning of a stop string is held back until that is decided; what is returned
     never has to be taken back. Linear in the number of tokens and characters.
     """
+
+    __slots__ = ("_decoder", "_held", "_include_stop", "_pushed", "_stopped", "_stops")
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, include_stop: bool = False,
