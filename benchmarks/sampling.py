@@ -43,7 +43,7 @@ def milliseconds(logits: torch.Tensor, asked: dict[str, float], repeat: int) -> 
     for step in range(repeat):
         given = logits.clone()  # it may be changed
         begin = time.thread_time()
-        chooser.choose(given, ChoiceRows(news, np.full(rows, 3 + step), [[]] * rows))
+        chooser.choose(given, ChoiceRows([new.id for new in news], np.full(rows, 3 + step), [[]] * rows))
         times.append(time.thread_time() - begin)
     return 1e3 * statistics.median(times)
 

@@ -10,7 +10,6 @@ import torch
 
 from hotswap.core.execution.buffers import Resident
 from hotswap.core.execution.layout import IntArray, token_positions
-from hotswap.core.interfaces.messages import NewRequest
 from hotswap.core.interfaces.scheduler import Row
 
 
@@ -19,19 +18,17 @@ class Cohort(NamedTuple):
     ``slots`` [R]: their places in the table, whose ``version`` it was. ``scored``: the rows whose requests ask for
     logprobs of the prompt."""
 
-    names: list[str]
+    names: tuple[str, ...]
     version: int
     residents: list[Resident]
-    requests: list[NewRequest]
     slots: IntArray
     scored: list[int]
 
     @classmethod
     def of(cls, residents: list[Resident], version: int) -> "Cohort":
-        requests = [resident.new for resident in residents]
         slots = np.array([resident.slot for resident in residents], np.int64)
-        scored = [row for row, new in enumerate(requests) if new.sampling.prompt_logprobs is not None]
-        return cls([new.id for new in requests], version, residents, requests, slots, scored)
+        scored = [row for row, one in enumerate(residents) if one.new.sampling.prompt_logprobs is not None]
+        return cls(tuple(one.new.id for one in residents), version, residents, slots, scored)
 
 
 @dataclass
@@ -66,6 +63,11 @@ class Batch:
     def sampling(self) -> list[int]:
         """The rows that sample."""
         return np.flatnonzero(self.samples).tolist()
+
+    @property
+    def sampling_slots(self) -> IntArray:
+        """The places in the table of the rows that sample."""
+        return self.slots if len(self.sampling) == len(self.rows) else self.slots[self.sampling]
 
     @cached_property
     def heads(self) -> IntArray | None:

@@ -38,7 +38,7 @@ class ChoiceRows(NamedTuple):
     """The rows that sample, as columns [R]. ``positions``: the index in its sequence of the first token that each
     chooses. A row has one row of logits for each of its ``drafts``, in order, and one more."""
 
-    requests: Sequence[NewRequest]
+    names: Sequence[str]
     positions: IntArray
     drafts: Sequence[Sequence[int]]
 
@@ -50,7 +50,7 @@ class ChoiceRows(NamedTuple):
     def select(self, rows: Sequence[int]) -> "ChoiceRows":
         """These alone."""
         return ChoiceRows(
-            [self.requests[i] for i in rows], self.positions[list(rows)], [self.drafts[i] for i in rows])
+            [self.names[i] for i in rows], self.positions[list(rows)], [self.drafts[i] for i in rows])
 
 
 @dataclass
@@ -73,8 +73,8 @@ class TokenChooser:
         self._table = SamplingTable(device)
         self._processors = processors
         self._wanted: dict[str, tuple[LogitsProcessor, ...]] = {}
-        self._scored: set[str] = set()
-        """Requests that ask for logprobs."""
+        self._scored: dict[str, int] = {}
+        """By request that asks for logprobs: how many alternatives are listed."""
         for processor in processors:
             with blaming(processor, "configure"):
                 processor.configure(vocab_size)
@@ -83,7 +83,7 @@ class TokenChooser:
         self.end(new.id)
         self._table.add(new.id, new.sampling, new.seed)
         if new.sampling.logprobs is not None:
-            self._scored.add(new.id)
+            self._scored[new.id] = new.sampling.logprobs
         for processor in self._processors:
             with blaming(processor, "begin"):
                 if processor.wants(new):
@@ -92,7 +92,7 @@ class TokenChooser:
 
     def end(self, request: str) -> None:
         self._table.remove(request)
-        self._scored.discard(request)
+        self._scored.pop(request, None)
         for processor in self._wanted.pop(request, ()):
             try:
                 processor.end(request)
@@ -103,8 +103,8 @@ class TokenChooser:
         self, logits: torch.Tensor, rows: ChoiceRows, probs: Sequence[torch.Tensor | None] | None = None,
     ) -> Choices:
         """``logits`` [N, V] of any floating dtype may be changed. ``probs``: see :func:`verify`."""
-        names = [new.id for new in rows.requests]
-        batch = self._batch(names, rows, len(logits))
+        names = rows.names
+        batch = self._batch(rows, len(logits))
         processed = bool(self._wanted) and not self._wanted.keys().isdisjoint(names)
         scored = [row for row, name in enumerate(names) if name in self._scored] if self._scored else []
         if not (processed or scored):
@@ -129,7 +129,7 @@ class TokenChooser:
         for row in faults.keys() - broken:
             choices.errors[row] = faults[row]
             choices.own.add(row)
-        self._score(raw, rows.requests, choices)
+        self._score(raw, names, choices)
         return choices
 
     def draw(self, logits: torch.Tensor, rows: Sequence[DraftRow]) -> Drawn:
@@ -158,19 +158,19 @@ class TokenChooser:
                 return blame(error, processor, "accept")
         return None
 
-    def _batch(self, names: list[str], rows: ChoiceRows, count: int) -> SamplingBatch:
+    def _batch(self, rows: ChoiceRows, count: int) -> SamplingBatch:
         """How each of ``count`` rows of logits is sampled."""
-        if count == len(names):
-            return self._table.batch(names, rows.positions)
+        if count == len(rows.names):
+            return self._table.batch(rows.names, rows.positions)
         widths = rows.widths
-        repeated = [name for name, width in zip(names, widths.tolist(), strict=True) for _ in range(width)]
+        repeated = [name for name, width in zip(rows.names, widths.tolist(), strict=True) for _ in range(width)]
         return self._table.batch(repeated, token_positions(widths, rows.positions))
 
     def _pick(
         self, logits: torch.Tensor, batch: SamplingBatch, rows: ChoiceRows,
         probs: Sequence[torch.Tensor | None] | None,
     ) -> Choices:
-        if len(logits) == len(rows.requests):
+        if len(logits) == len(rows.names):
             tokens, errors = sample(logits, batch).to_host()
             return Choices([[token] for token in tokens], [0] * len(tokens), errors)
         verified = verify(logits, batch, rows.drafts, probs)
@@ -211,12 +211,12 @@ class TokenChooser:
         """A request's logits, as they are before any processor."""
         return logits.clone() if name in self._wanted else logits
 
-    def _score(self, raw: dict[int, torch.Tensor], requests: Sequence[NewRequest], choices: Choices) -> None:
+    def _score(self, raw: dict[int, torch.Tensor], names: Sequence[str], choices: Choices) -> None:
         scored = [row for row in raw if row not in choices.errors]
         if not scored:
             return
         tokens = [token for row in scored for token in choices.kept[row]]
-        top = [requests[row].sampling.logprobs or 0 for row in scored for _ in choices.kept[row]]
+        top = [self._scored[names[row]] for row in scored for _ in choices.kept[row]]
         found = iter(token_logprobs(torch.cat([raw[row][: len(choices.kept[row])] for row in scored]), tokens, top))
         for row in scored:
             choices.logprobs[row] = [next(found) for _ in choices.kept[row]]

@@ -18,7 +18,7 @@ class _Spelling(NamedTuple):
 
 
 _SPELLINGS = {
-    torch.bfloat16: _Spelling(0xFF80, lambda bits: (bits.astype(np.int32) << 16).view(np.float32)),
+    torch.bfloat16: _Spelling(0xFF80, lambda bits: np.left_shift(bits, 16, dtype=np.int32).view(np.float32)),
     torch.float16: _Spelling(0xFC00, lambda bits: bits.view(np.float16).astype(np.float32)),
 }
 
@@ -30,7 +30,7 @@ def most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     On a CPU by numpy: its search is twenty times as fast as torch's, and ends at the first NaN; and behind a model,
     which leaves none of our code in the processor's caches, an operator of torch on 64 numbers takes 50 µs.
     """
-    if logits.device.type != "cpu":
+    if not logits.is_cpu:
         return logits.argmax(-1), logits.amax(-1).float()
     logits = logits.detach()
     spelling = _SPELLINGS.get(logits.dtype)
@@ -51,8 +51,9 @@ def _largest_of_16_bits(logits: torch.Tensor, spelling: _Spelling) -> tuple[Arra
     tokens = bits.argmax(-1)
     values = _at(bits, tokens)
     best = spelling.floats(values)
-    no_numbers = bits.view(np.uint16).max(-1) > spelling.negative_infinity
-    if len(rows := np.flatnonzero(no_numbers | (values <= 0))):
+    doubtful = (bits.view(np.uint16).max(-1) > spelling.negative_infinity) | (values <= 0)
+    if doubtful.any():
+        rows = np.flatnonzero(doubtful)
         tokens[rows], best[rows] = _largest(logits[torch.from_numpy(rows)].float().numpy())
     return tokens, best
 

@@ -216,7 +216,7 @@ class ModelRunner:
 
     def _gather(self, rows: Sequence[Row]) -> tuple[Batch, dict[str, RowVerdict]]:
         """The rows that can run, and the verdicts of those that cannot: of requests that failed, or are not here."""
-        names, refused = [row.request for row in rows], dict[str, RowVerdict]()
+        names, refused = tuple([row.request for row in rows]), dict[str, RowVerdict]()
         cohort = self._cohort
         if names != cohort.names or self._table.version != cohort.version:
             refused = {name: verdict for name in names if (verdict := self._refusal(name)) is not None}
@@ -227,10 +227,11 @@ class ModelRunner:
         counts = np.array([row.n_tokens for row in rows], np.int64)
         computed, known = self._table.computed[cohort.slots], self._table.known[cohort.slots]
         ends = computed + counts
-        if (beyond := ends > known).any():
+        samples = ends == known
+        if not samples.all() and (beyond := ends > known).any():
             row = int(beyond.argmax())
             raise AssertionError(f"{rows[row]} starts at {computed[row]}, but only {known[row]} tokens are known")
-        return Batch(rows, cohort, counts, computed, ends, known, ends == known, counts, [()] * len(rows)), refused
+        return Batch(rows, cohort, counts, computed, ends, known, samples, counts, [()] * len(rows)), refused
 
     def _refusal(self, name: str) -> RowVerdict | None:
         resident = self._table.get(name)
@@ -332,7 +333,7 @@ class ModelRunner:
         if self._speculation.lookahead:
             computed = computed.copy()
             computed[batch.sampling] += np.array(choices.accepted, np.int64)
-        self._table.append(batch.slots[batch.sampling], choices.kept)
+        self._table.append(batch.sampling_slots, choices.kept)
         self._table.computed[batch.slots] = computed
         verdicts = self._report(batch, choices, computed.tolist())
         for i, scored in prompts.items():
@@ -345,7 +346,7 @@ class ModelRunner:
         which, tokens = batch.sampling, batch.heads
         if not which:
             return Choices([], [])
-        rows = ChoiceRows(batch.cohort.requests, batch.known, batch.drafts)
+        rows = ChoiceRows(batch.cohort.names, batch.known, batch.drafts)
         if len(which) < len(batch.rows):
             rows = rows.select(which)
         if tokens is not None and len(tokens) < len(hidden):
@@ -370,7 +371,7 @@ class ModelRunner:
 
     def _scored_prompts(self, batch: Batch) -> list[int]:
         """The rows for which prompt logprobs are asked, and that have tokens which predict some."""
-        return [i for i in batch.cohort.scored if batch.computed[i] + 1 < batch.cohort.requests[i].prompt_length]
+        return [i for i in batch.cohort.scored if batch.computed[i] + 1 < batch.residents[i].new.prompt_length]
 
     def _report(self, batch: Batch, choices: Choices, computed: list[int]) -> list[RowVerdict]:
         """Of each row."""

@@ -204,8 +204,9 @@ class Sampled:
     def to_host(self) -> tuple[list[int], dict[int, str]]:
         """Tokens, and what is wrong by row. Waits for the device."""
         best = self.best.cpu().numpy()
-        faults = {int(row): _fault(float(best[row])) for row in np.flatnonzero(~np.isfinite(best))}
-        return self.tokens.tolist(), faults
+        sound = np.isfinite(best)
+        faulty = () if sound.all() else np.flatnonzero(~sound).tolist()
+        return self.tokens.tolist(), {row: _fault(float(best[row])) for row in faulty}
 
 
 NO_TOKEN_LEFT = (
@@ -263,9 +264,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, stream: Stream = Stream.S
 def _without_faults(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """``tokens``, which may be changed, with 0 where ``best`` is not finite. On a CPU that is seen by numpy: see
     :func:`most_probable`."""
-    if best.device.type != "cpu":
+    if not best.is_cpu:
         return torch.where(best.isfinite(), tokens, 0)
-    tokens.numpy()[~np.isfinite(best.numpy())] = 0
+    if not (sound := np.isfinite(best.numpy())).all():
+        tokens.numpy()[~sound] = 0
     return tokens
 
 

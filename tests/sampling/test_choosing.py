@@ -33,7 +33,8 @@ def choose() -> Choose:
                 for row, params in enumerate(asked)]
         for new in news:
             chooser.begin(new)
-        return chooser.choose(logits, ChoiceRows(news, np.full(len(news), 3), drafts or [[]] * len(news)))
+        names = [new.id for new in news]
+        return chooser.choose(logits, ChoiceRows(names, np.full(len(names), 3), drafts or [[]] * len(names)))
 
     return chosen
 
@@ -98,7 +99,7 @@ def choose_with(request: Any) -> Callable[[LogitsProcessor, float | None], Choic
         logits = logits_of(2 * (drafts + 1)).to(dtype)
         if value is not None:
             logits[drafts + 1, 9] = value
-        return chooser.choose(logits, ChoiceRows(news, np.full(2, 3), [[7] * drafts] * 2))
+        return chooser.choose(logits, ChoiceRows(["0", "1"], np.full(2, 3), [[7] * drafts] * 2))
 
     return chosen
 
