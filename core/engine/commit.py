@@ -31,8 +31,8 @@ class Committer:
             verdict.error = f"the verdict has {len(verdict.rows)} rows, the message had {len(step.states)}"
         trial = self._lifecycle.trial
         if trial is not None and trial.judge(step, verdict):
-            for state in step.states:
-                state.land()
+            for state, flying in zip(step.states, step.rows, strict=True):
+                state.land(flying)
         elif verdict.error is None:
             self._apply_rows(step, verdict.rows, now, applied)
         else:
@@ -59,8 +59,8 @@ class Committer:
         leaving: list[tuple[RequestState, RequestOutput]],
     ) -> None:
         lifecycle, (kept, voided) = self._lifecycle, applied
-        for state, row in zip(step.states, rows, strict=True):
-            state.land()
+        for state, flying, row in zip(step.states, step.rows, rows, strict=True):
+            state.land(flying)
             if state.status is DONE:
                 voided.append(state.id)
                 continue
@@ -132,8 +132,8 @@ class Committer:
         self._lifecycle.admit(state)
 
     def _fail_step(self, step: StepInFlight, problem: str) -> None:
-        for state in step.states:
-            state.land()
+        for state, flying in zip(step.states, step.rows, strict=True):
+            state.land(flying)
             if state.status is not DONE:
                 error = f"the step that computed this request failed: {problem}"
                 self._lifecycle.finish(state, FinishReason.ERROR, error)

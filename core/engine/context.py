@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from hotswap.core.engine.forks import has_prompt, shareable
-from hotswap.core.engine.pool import RUNNING, SUSPENDING, WAITING, RequestPool, RequestState
+from hotswap.core.engine.pool import RUNNING, SUSPENDING, WAITING, FlyingRow, RequestPool, RequestState
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.interfaces.kvcache import NOTHING, Fence, Grant, KVCacheManager, Match
 from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage
@@ -62,6 +62,8 @@ class Context:
         self.message = StepMessage(step_id)
         self.holds: list[Hold] = []
         self.suspensions: list[Suspension] = []
+        self.flying: list[FlyingRow] = []
+        """What the plan's rows were booked as, once it is sealed."""
         self._pool, self._kv, self._limits, self._step_id, self._chained = pool, kv, limits, step_id, chained
         self._transfers = transfers
         self._journal: list[Callable[[], Any]] = []
@@ -152,8 +154,8 @@ class Context:
         """Check the plan against what was reserved, and book its rows. Raises PlanError before anything is booked."""
         rows = self._put_off(plan.rows) if self._transfers.filling else plan.rows
         states = self._checked(rows)
-        for state, row in zip(states, rows, strict=True):
-            state.launch(row.n_tokens, row.draft_slots)
+        self.flying = [
+            state.launch(n_tokens, drafts) for state, (_, n_tokens, drafts) in zip(states, rows, strict=True)]
         self.message.rows = rows
         self._journal.clear()  # it knows this plan: a ring would keep both
         return states

@@ -15,7 +15,7 @@ from hotswap.core.engine.drafts import DraftCounts
 from hotswap.core.engine.forks import find_parent
 from hotswap.core.engine.lifecycle import Lifecycle
 from hotswap.core.engine.parts import Parts
-from hotswap.core.engine.pool import RequestState, StepInFlight
+from hotswap.core.engine.pool import FlyingRow, RequestState, StepInFlight
 from hotswap.core.engine.transfers import Transfers
 from hotswap.core.errors import EngineStoppedError, RequestError
 from hotswap.core.interfaces.deployment import EventListener
@@ -160,7 +160,7 @@ class EngineLoop:
                 "hotswap_step_planned", message=message, holds=context.holds, time=begun, duration=now - begun,
                 suspensions=[(s.request, s.mode.value, s.reason) for s in context.suspensions],
             )
-        self._submit(message, states, now)
+        self._submit(message, states, context.flying, now)
         return True
 
     def submit_operations(self, message: StepMessage) -> None:
@@ -171,12 +171,14 @@ class EngineLoop:
         if self.parts.observers.active:
             self.parts.observers.notify(
                 "hotswap_step_planned", message=message, holds=[], time=now, duration=0.0, suspensions=[])
-        self._submit(message, [], now)
+        self._submit(message, [], [], now)
 
-    def _submit(self, message: StepMessage, states: list[RequestState], now: float) -> None:
+    def _submit(
+        self, message: StepMessage, states: list[RequestState], rows: list[FlyingRow], now: float,
+    ) -> None:
         self.submitted = message.step_id
         ticket = self.parts.executor.submit(message)
-        self.in_flight.append(StepInFlight(message.step_id, ticket, states, now))
+        self.in_flight.append(StepInFlight(message.step_id, ticket, states, rows, now))
         self.max_depth_seen = max(self.max_depth_seen, len(self.in_flight))
 
     def _plan_failed(self, context: Context, error: Exception) -> None:

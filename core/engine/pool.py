@@ -42,7 +42,7 @@ class RequestState:
         "filling", "finish_reason", "finished_at", "first_scheduled_at", "first_token_at", "flying", "hands_over",
         "held", "id", "kept_in_flight", "max_new", "min_tokens", "on_worker", "parent", "preemptions", "priority",
         "prompt_length", "prompt_logprobs", "ready", "request", "reusable", "sequence", "sink", "status", "stop_ids",
-        "tenant", "tokens", "told", "verified",
+        "tenant", "tokens", "tokens_in_flight", "told", "verified",
     )
 
     def __init__(self, request: Request, sink: OutputSink, arrival: float, sequence: int, max_new: int) -> None:
@@ -61,7 +61,7 @@ class RequestState:
         self.status = WAITING
         self.computed = self.verified = self.told = self.commit_due = 0
         self.ready = self.draft_limit = self.reusable = self.preemptions = self.kept_in_flight = 0
-        self.flying: deque[FlyingRow] = deque()
+        self.flying = self.tokens_in_flight = 0  # rows submitted and not collected, and their tokens
         self.on_worker = False
         self.filling: str | None = None  # the transfer that brings tokens into its pages; it cannot step before
         self.parent: RequestState | None = None  # whose pages it shares at its first start, if they are there then
@@ -84,7 +84,7 @@ class RequestState:
 
     @property
     def in_flight(self) -> int:
-        return len(self.flying)
+        return self.flying
 
     @property
     def output_length(self) -> int:
@@ -115,23 +115,27 @@ class RequestState:
         self.ready = len(self.tokens) - self.reusable
         self.draft_limit = max(0, min(lookahead, self.max_new - self.output_length - 1))
 
-    def launch(self, n_tokens: int, draft_slots: int) -> None:
+    def launch(self, n_tokens: int, draft_slots: int) -> FlyingRow:
         """A row has been planned. It samples when everything before it and itself reaches the last known token."""
         samples = self.kept_in_flight or self.computed + n_tokens >= len(self.tokens)
         kept = 1 + draft_slots if samples else 0
-        self.computed += n_tokens + draft_slots
+        width = n_tokens + draft_slots
+        self.computed += width
+        self.flying += 1
+        self.tokens_in_flight += width
         self.kept_in_flight += kept
-        self.flying.append((n_tokens + draft_slots, kept))
+        return width, kept
 
-    def land(self) -> None:
+    def land(self, row: FlyingRow) -> None:
         """The oldest row in flight has been collected."""
-        self.kept_in_flight -= self.flying.popleft()[1]
+        width, kept = row
+        self.flying -= 1
+        self.tokens_in_flight -= width
+        self.kept_in_flight -= kept
 
     def settle(self, computed: int, lag: int) -> None:
         """The worker has told the true length: correct the bound, without which a rejection would livelock the loop."""
-        self.computed, self.verified = computed, computed - lag
-        if self.flying:
-            self.computed += sum(width for width, _ in self.flying)
+        self.computed, self.verified = computed + self.tokens_in_flight, computed - lag
 
     def commit(self, kv: KVCacheManager) -> None:
         """Tell the KV manager what has become known and sure since it was told last."""
@@ -144,6 +148,8 @@ class StepInFlight:
     step_id: int
     ticket: Ticket
     states: list[RequestState]
+    rows: list[FlyingRow]
+    """One of each of ``states``."""
     submitted_at: float
 
 
