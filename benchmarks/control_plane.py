@@ -11,6 +11,7 @@ range over the repeats.
 ``step64`` is a whole step of 64 greedy decodes: the loop, a real worker with a model and an attention backend that
 compute nothing and give 49,152 logits a row in bfloat16, and text, where the tokenizer of smollm2-135m-instruct is
 installed. ``worker_us`` is wall time, since torch may use several threads. ``sampled64`` has a temperature and top-p.
+``step.py`` divides such a step into its stages.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from sampling import logits_like_a_model_s
 
 from hotswap.core.engine.clock import SystemClock
 from hotswap.core.engine.context import Limits
@@ -60,9 +62,8 @@ class NoModel(Model):
         return ModelFacts("NoModel", 1, 1, VOCAB_SIZE, 16_384)
 
     def build(self, config: Any, mesh: Any, dtype: Any, device: str) -> None:
-        random_ = torch.Generator().manual_seed(0)
         self.hidden = torch.zeros(4096, 1, dtype=dtype)
-        self.logits = torch.randn(256, VOCAB_SIZE, generator=random_).to(dtype)
+        self.logits = logits_like_a_model_s(64, VOCAB_SIZE).to(dtype)
 
     def load(self, weights: Any) -> None: ...
 
@@ -144,12 +145,16 @@ class MadeUp(Executor):
 class Worked(MadeUp):
     """Has a worker answer, when it is asked to."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(
+        self, registry: Registry, model: NoModel | None = None, attention: AttentionBackend | None = None,
+    ) -> None:
         super().__init__(random.Random(0))
-        model, processors = NoModel(), ("penalties", "bias", "bad_words", "min_tokens")
+        self.model = model = model or NoModel()
+        processors = "penalties", "bias", "bad_words", "min_tokens"
         model.build({}, None, torch.bfloat16, "cpu")
         self.worker = ModelWorker(
-            model, model.facts({}), NoAttention(), registry.build("speculator", ComponentRef(use="none"), "speculator"),
+            model, model.facts({}), attention or NoAttention(),
+            registry.build("speculator", ComponentRef(use="none"), "speculator"),
             [registry.build("logits_processor", ComponentRef(use=use), "") for use in processors],
             WorkerSettings("bfloat16", "cpu", 16_384, 2048, 256), SystemClock().now)
 
@@ -179,12 +184,12 @@ def ignore(output: RequestOutput) -> None:
 
 class Bench:
     def __init__(
-        self, scheduler: str, kv: str, num_pages: int, max_batch_tokens: int, seed: int, *, works: bool = False,
-        sampling: dict[str, float] | None = None, tokenizer: Tokenizer | None = None,
+        self, scheduler: str, kv: str, num_pages: int, max_batch_tokens: int, seed: int, *,
+        executor: MadeUp | None = None, sampling: dict[str, float] | None = None, tokenizer: Tokenizer | None = None,
     ) -> None:
         registry = Registry()
         self.rng, self.sampling, self.tokenizer = random.Random(seed), sampling or {"temperature": 0}, tokenizer
-        self.executor = Worked(registry) if works else MadeUp(self.rng)
+        self.executor = executor or MadeUp(self.rng)
         manager = registry.build("kvcache", ComponentRef(use=kv), "kvcache")
         self.executor.allocate(manager.configure([CacheSpec("full", (0,), 1, 64, 128)], 0, CacheConstraints(
             16_384, 256, page_size=PAGE_SIZE, num_pages=num_pages)))
@@ -202,6 +207,13 @@ class Bench:
         self.loop.add(Request(
             f"r{self.count}", prompt, SamplingParams(**self.sampling, max_tokens=max_tokens, seed=self.count),
             detokenizer=text), ignore)
+
+    def begin(self, running: int, length: int = 512) -> None:
+        """Until so many decode, their places in a page being spread over it."""
+        for i in range(running):
+            self.add(self.prompt(length + i % PAGE_SIZE), 4096)
+        while any(state.output_length == 0 for state in self.loop.pool.states.values()):
+            self.step()
 
     def step(self) -> tuple[int, int, int]:
         """(plan, worker, collect) nanoseconds."""
@@ -221,7 +233,8 @@ def steady(
 
 
 def whole(running: int, sampling: dict[str, float]) -> dict[str, float]:
-    bench = Bench("chunked", "prefix", 100_000, 2048, 1, works=True, sampling=sampling, tokenizer=tokenizer())
+    bench = Bench(
+        "chunked", "prefix", 100_000, 2048, 1, executor=Worked(Registry()), sampling=sampling, tokenizer=tokenizer())
     result = decoding(bench, running)
     return result | {"step_us": sum(result.values())}
 
@@ -236,10 +249,7 @@ def tokenizer() -> Tokenizer | None:
 
 def decoding(bench: Bench, running: int, waiting: int = 0) -> dict[str, float]:
     """Medians of the parts of a step with ``running`` decodes."""
-    for i in range(running):
-        bench.add(bench.prompt(512 + i % PAGE_SIZE), 4096)
-    while any(state.output_length == 0 for state in bench.loop.pool.states.values()):
-        bench.step()
+    bench.begin(running)
     bench.loop.lifecycle.limits = replace(bench.loop.limits, max_running=running)
     for _ in range(waiting):
         bench.add(bench.prompt(128), 64)

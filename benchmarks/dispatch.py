@@ -11,7 +11,7 @@ import timeit
 from collections import Counter
 from typing import Any
 
-from control_plane import Bench
+from control_plane import PAGE_SIZE, Bench
 
 LAYERS = 30
 PER_STEP_IN_WORKER = {
@@ -46,20 +46,24 @@ def call_ns() -> float:
     return (call - empty) / number * 1e9
 
 
-def main() -> None:
-    bench = Bench("chunked", "prefix", 100_000, 2048, 1)
-    for i in range(256):
-        bench.add(bench.prompt(512 + i % 16), 4096)
-    while any(state.output_length == 0 for state in bench.loop.pool.states.values()):
-        bench.step()
+def calls_on_the_host(bench: Bench) -> dict[str, float]:
+    """By method: calls of a step, on an average of as many as a page has tokens, so that every request has taken one.
+    """
     counts: Counter[str] = Counter()
     parts = bench.loop.parts
+    scheduler, kv = parts.scheduler, parts.kv
     parts.scheduler = Counted("scheduler", parts.scheduler, counts)  # type: ignore[assignment]
     parts.kv = Counted("kvcache", parts.kv, counts)  # type: ignore[assignment]
-    steps = 16  # as many as a page has tokens, so that every request has taken one
-    for _ in range(steps):
+    for _ in range(PAGE_SIZE):
         bench.step()
-    host = {name: count / steps for name, count in counts.items()}
+    parts.scheduler, parts.kv = scheduler, kv
+    return {name: count / PAGE_SIZE for name, count in counts.items()}
+
+
+def main() -> None:
+    bench = Bench("chunked", "prefix", 100_000, 2048, 1)
+    bench.begin(256)
+    host = calls_on_the_host(bench)
     price = call_ns()
     calls = sum(host.values()) + sum(PER_STEP_IN_WORKER.values())
     for name, count in sorted({**host, **PER_STEP_IN_WORKER}.items(), key=lambda item: -item[1]):
