@@ -37,7 +37,7 @@ def multiplies_pairs(context, kind, form):
 
 
 def known_size(form, size, of=1):
-    """In units of ``of`` numbers: as an int where ``form`` has it, and else from ``size``."""
+    """In units of ``of`` numbers: as an int where ``form`` has it, or else ``size``."""
     return (len(form) - 1) * 16 // of if len(form) > 1 else size
 
 
@@ -73,40 +73,17 @@ def score(
         later = _Later(code, code.scaled(groups, at_once), (base, places), (values, places))
         factor = code.everywhere(factor, at_once)
 
-        def query(line, at):
-            return code.load(builder.add(builder.add(queries, code.scaled(stride, line)), code.scaled(at, 4)))
-
-        def products(lines, held, first, wanted):
-            """Of four keys, in :meth:`Code.quarters`, of each line."""
-            at = builder.add(places, code.scaled(first, 8))
-            keys = [builder.add(base, code.index(code.add(at, 8 * i))) for i in range(BLOCK)]
-            sums = [[code.variable(code.zero) for _ in keys] for _ in range(lines)]
-
-            def multiply(element, width, mask):
-                for i in range(width):
-                    here = code.add(element, i * code.lanes)
-                    there = code.scaled(here, code.size_of(read_as))
-                    read = []
-                    for key, row in zip(keys, wanted, strict=True):
-                        if i % code.vectors_of_line(read_as) == 0:
-                            code.prefetch(builder.add(row, there), NEAR)
-                        read.append(code.read(builder.add(key, there), read_as, mask))
-                    for line, row in enumerate(sums):
-                        left = held[line][element.constant // code.lanes + i] if held else query(line, here)
-                        for total, key in zip(row, read, strict=True):
-                            builder.store(add(left, key, builder.load(total)), total)
-
-            code.over_row(size, 2, multiply)
-            return [code.quarters([builder.load(total) for total in row]) for row in sums]
-
         def with_lines(lines):
-            held = [] if known is None else [
-                [query(line, I64(at)) for at in range(0, known, code.lanes)] for line in range(lines)]
+            rows = [builder.add(queries, code.scaled(stride, line)) for line in range(lines)]
+            vectors = [_vectors(code, row, known) for row in rows]
             with code.loop(groups) as group:
                 first = code.scaled(group, at_once)
-                wanted = later.rows(first, at_once)
-                found = [
-                    products(lines, held, code.add(first, i), wanted[i : i + BLOCK]) for i in range(0, at_once, BLOCK)]
+                at, wanted = builder.add(places, code.scaled(first, 8)), later.rows(first, at_once)
+                found = []
+                for block in range(0, at_once, BLOCK):
+                    keys = [builder.add(base, code.index(code.add(at, 8 * (block + i)))) for i in range(BLOCK)]
+                    found.append(
+                        _products(code, vectors, keys, wanted[block : block + BLOCK], size, read_as, add))
                 for line, quarters in enumerate(zip(*found, strict=True)):
                     target = builder.add(builder.add(scores, code.scaled(scores_stride, line)), code.scaled(first, 4))
                     code.store(builder.fmul(code.fours(quarters), factor), target)
@@ -116,6 +93,38 @@ def score(
         return context.get_dummy_value()
 
     return types.void(*[WORD] * 8, types.float32, WORD, WORD, kind, form), generate
+
+
+def _vectors(code, row, size):
+    """What gives the vector of a row that is so many behind the one of ``element``. Where the size is known they stay
+    in registers."""
+    if size is None:
+        return lambda element, i: code.load(
+            code.builder.add(row, code.scaled(code.add(element, i * code.lanes), 4)))
+    held = [code.load(code.add(row, 4 * at)) for at in range(0, size, code.lanes)]
+    return lambda element, i: held[element.constant // code.lanes + i]
+
+
+def _products(code, queries, keys, wanted, size, read_as, add):
+    """For each query, of which ``_vectors`` are given, the products with four keys, in :meth:`Code.quarters`. Memory is
+    asked for the keys ``wanted``."""
+    builder, sums = code.builder, [[code.variable(code.zero) for _ in keys] for _ in queries]
+
+    def multiply(element, width, mask):
+        for i in range(width):
+            there = code.scaled(code.add(element, i * code.lanes), code.size_of(read_as))
+            read = []
+            for key, row in zip(keys, wanted, strict=True):
+                if i % code.vectors_of_line(read_as) == 0:
+                    code.prefetch(builder.add(row, there), NEAR)
+                read.append(code.read(builder.add(key, there), read_as, mask))
+            for query, totals in zip(queries, sums, strict=True):
+                left = query(element, i)
+                for total, key in zip(totals, read, strict=True):
+                    builder.store(add(left, key, builder.load(total)), total)
+
+    code.over_row(size, 2, multiply)
+    return [code.quarters([builder.load(total) for total in totals]) for totals in sums]
 
 
 class _Later:
