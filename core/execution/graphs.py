@@ -1,11 +1,10 @@
 """Graphs: a step of the model recorded once per batch size and replayed with one call.
 
-On a GPU a small decoding step is bound by the launches of its kernels, some ten a layer, and on a CPU what Python does
-between kernels takes about as long as they do; a replay launches them all. What is captured is the model's forward with
-attention, for R rows of m queries each: m is 1 for decoding, and 1 + the speculator's lookahead for verification.
-Planning, the head, sampling and whatever differs between steps stay outside.
-A step that no graph fits runs eagerly, and is counted with the reason. Where recording is as cheap as a step,
-:class:`GraphsOnDemand` records each when it first comes.
+On a GPU a small decoding step is bound by the launches of its kernels, some ten a layer; a replay launches them all.
+What is captured is the model's forward with attention, for R rows of m queries each: m is 1 for decoding, and 1 + the
+speculator's lookahead for verification. Planning, the head, sampling and whatever differs between steps stay outside.
+A step that no graph fits runs eagerly, and is counted with the reason. Where recording is as cheap as a step, all of
+this is another matter: see :mod:`.records`.
 
 A graph remembers addresses. Its inputs are those of :class:`StaticBatch`, its outputs are copied to tensors of ours
 within the graph and from there before the step goes on, so that nothing outside points into memory that the next
@@ -27,9 +26,10 @@ from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.device import free_bytes
 from hotswap.core.execution.layout import IntArray
+from hotswap.core.execution.records import MOST_RECORDS
 from hotswap.core.execution.static import GraphKey, StaticBatch
 from hotswap.core.interfaces.attention import AttentionBackend, GraphLevel
-from hotswap.core.interfaces.graphs import CaptureError, GraphDevice, Replay
+from hotswap.core.interfaces.graphs import GraphDevice, Replay
 from hotswap.core.interfaces.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -107,24 +107,20 @@ def choose_keys(
             raise ConfigError(f"'full' was asked for, but {obstacle}; choose 'auto' or 'off'", "execution.graphs")
         notes.append(f"graphs: off (auto: {obstacle})")
         return ()
+    allowed = f"({mode}: {attention.label} and {facts.architecture} allow it)"
+    if made is not None and made.on_demand:
+        most = max(sizes or [tokens])
+        notes.append(f"graphs: steps of up to {most} tokens are recorded when as many come again {allowed}")
+        return (GraphKey(most, 1),)
     wanted = [1, 1 + lookahead] if lookahead and level >= GraphLevel.UNIFORM else [1]
-    on_demand = made is not None and made.on_demand
     keys = tuple(
-        GraphKey(rows, m) for m in wanted for rows in _sizes(sizes, min(running, tokens // m), on_demand)
+        GraphKey(rows, m) for m in wanted for rows in sizes or default_sizes(min(running, tokens // m))
         if rows * m <= tokens)
-    what = "steps" if on_demand else f"{len(keys)} steps"
-    widths = f"{' or '.join(map(str, wanted))} token{'s' * (wanted != [1])}"
+    widths = " or ".join(map(str, wanted))
     notes.append(
-        f"graphs: {what} of up to {max(key.rows for key in keys)} rows of {widths} are captured"
-        f"{' when they first come' * on_demand} ({mode}: {attention.label} and {facts.architecture} allow it)")
+        f"graphs: {len(keys)} steps of up to {max(key.rows for key in keys)} rows of {widths} "
+        f"token{'s' * (wanted != [1])} are captured {allowed}")
     return keys
-
-
-def _sizes(wanted: Sequence[int] | None, most: int, on_demand: bool) -> Sequence[int]:
-    """Numbers of rows; of steps that are captured when they come, the most."""
-    if on_demand:
-        return [max(wanted or [most])]
-    return wanted or default_sizes(most)
 
 
 def _obstacle(
@@ -162,7 +158,7 @@ def reserve_bytes(
     if device is None or not keys:
         return 0
     largest = max(key.rows * key.queries for key in keys)
-    graphs = sum(key.rows for key in keys) if device.on_demand else len(keys)
+    graphs = MOST_RECORDS if device.on_demand else len(keys)
     return largest * bytes_per_token + graphs * num_layers * device.bytes_per_layer
 
 
@@ -275,76 +271,3 @@ class StepGraphs:
             if (table.pages[slots, oldest] == table.dummy_page).any():
                 return True
         return False
-
-
-class GraphsOnDemand(StepGraphs):
-    """For a device that records as fast as it computes: a step is recorded when it first comes, for its own number of
-    rows, and nothing is padding. ``keys`` say the most rows for each number of queries.
-
-    Its reasons for eager steps: ``eager_long_rows``, ``eager_many_rows``, and ``eager_mixed_rows`` (rows of different
-    numbers of tokens, or of a number that no key has).
-    """
-
-    def capture(self, progress: bool, reserved: int) -> None:
-        """Whether what is recorded is all that a step does: a replay for another token must give what the step gives,
-        or else CaptureError."""
-        key = GraphKey(1, self._keys[0].queries)
-        super().prepare(key, *_NOBODY)
-        self._make_outputs(key)
-        self._replays[key] = self._device.capture(partial(self._run, key))
-        self._count("graph_captures")
-        self._batch.inputs.fill_(1)
-        self._batch.positions.fill_(1)
-        expected = self._eagerly(key)
-        self._replays[key]()
-        for output, result in zip(self._outputs, expected, strict=True):
-            if not torch.allclose(output[: len(result)], result, rtol=0.0, atol=0.0, equal_nan=True):
-                raise CaptureError(
-                    "a replayed step gives other numbers than the step: something in it is neither an operator of "
-                    "torch's nor a kernel that is recorded")
-
-    def find(self, slots: IntArray, lengths: IntArray, past: IntArray) -> GraphKey | None:
-        """The step of these rows, whether or not it has been recorded yet; None, and counted, where none may be."""
-        rows, queries = len(slots), int(lengths[0])
-        most = max((key.rows for key in self._keys if key.queries == queries), default=0)
-        if int(lengths.max()) > self._keys[-1].queries:
-            self._count("eager_long_rows")
-        elif not most or (lengths != queries).any():
-            self._count("eager_mixed_rows")
-        elif rows > most:
-            self._count("eager_many_rows")
-        else:
-            return GraphKey(rows, queries)
-        return None
-
-    def prepare(self, key: GraphKey, slots: IntArray, lengths: IntArray, past: IntArray) -> None:
-        self._batch.fill_exactly(key, slots, past)
-        self._cache.plan(self._batch.layout(key))
-
-    def replay(self, key: GraphKey, lengths: IntArray) -> list[torch.Tensor]:
-        if key in self._replays:
-            self._replays[key]()
-            self._count("graph_replays")
-        else:
-            self._record(key)
-        return [output[: key.rows * key.queries].clone() for output in self._outputs]
-
-    def _record(self, key: GraphKey) -> None:
-        """It is computed, too. A step that cannot be recorded stays eager."""
-        run = partial(self._run, key)
-        try:
-            self._replays[key] = self._device.capture(run)
-            self._count("graph_captures")
-        except CaptureError as error:
-            logger.warning("steps of %d rows of %d tokens run eagerly, since %s", *key, error)
-            self._replays[key] = run
-            run()
-
-
-def step_graphs(
-    keys: Sequence[GraphKey], device: GraphDevice, table: RequestTable, cache: PagedCache,
-    windows: Mapping[str, int | None], forward: Forward, torch_device: str, prefix: str = "",
-) -> StepGraphs:
-    """As ``device`` records."""
-    graphs = GraphsOnDemand if device.on_demand else StepGraphs
-    return graphs(keys, device, table, cache, windows, forward, torch_device, prefix)

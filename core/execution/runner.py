@@ -22,6 +22,7 @@ from hotswap.core.execution.choosing import ChoiceRows, Choices, TokenChooser
 from hotswap.core.execution.graphs import StepGraphs
 from hotswap.core.execution.layout import IntArray, batch_layout, spread
 from hotswap.core.execution.logprobs import prompt_logprobs
+from hotswap.core.execution.records import RecordedForward
 from hotswap.core.execution.speculation import Speculation
 from hotswap.core.interfaces.kv_transfer import TransferWorker
 from hotswap.core.interfaces.messages import NewRequest, RowVerdict, StepMessage, Suspended, Verdict
@@ -61,7 +62,9 @@ class ModelRunner:
         self._clock = clock
         self.graphs: StepGraphs | None = None
         self.draft_graphs: StepGraphs | None = None
-        """Captured steps of the model and of the speculator, once there are any: set by the worker."""
+        self.records: RecordedForward | None = None
+        self.draft_records: RecordedForward | None = None
+        """Captured and recorded steps of the model and of the speculator, once there are any: set by the worker."""
 
     def execute(self, message: StepMessage) -> Verdict:
         """What goes wrong outside a single row is the step's error, and its requests have failed. Raises only where
@@ -181,7 +184,7 @@ class ModelRunner:
             verdict.durations |= {"propose": propose, "forward": compute, "sample": finish, "observe": observe}
             if dropped + distrusted:
                 verdict.counts["dropped_proposals"] = dropped + distrusted
-            for graphs in filter(None, (self.graphs, self.draft_graphs)):
+            for graphs in self._all_graphs():
                 verdict.counts |= graphs.news()
             verdict.rows = reports
         if refused:
@@ -190,7 +193,15 @@ class ModelRunner:
 
     def graph_totals(self) -> dict[str, int]:
         """What was counted of captured and eager steps since the start."""
-        return {event: n for graphs in (self.graphs, self.draft_graphs) if graphs for event, n in graphs.totals.items()}
+        return {event: n for graphs in self._all_graphs() for event, n in graphs.totals.items()}
+
+    def forget_graphs(self) -> None:
+        """They know the runner, and hold memory."""
+        self.graphs = self.draft_graphs = self.records = self.draft_records = None
+
+    def _all_graphs(self) -> list[StepGraphs | RecordedForward]:
+        known = (self.graphs, self.draft_graphs, self.records, self.draft_records)
+        return [graphs for graphs in known if graphs is not None]
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None,
@@ -291,7 +302,7 @@ class ModelRunner:
         computed = int(self._table.computed[resident.slot])
         return ObservedRow(resident.new.id, self._known(resident.slot), drafted, accepted, begin, computed, offset)
 
-    def _lay_out(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
+    def _lay_out(self, batch: Batch) -> Callable[[], Sequence[torch.Tensor]]:
         """Plan the batch for the attention backend; returns what then computes it, from a graph where one fits."""
         lengths = batch.lengths
         ends = batch.computed + lengths
@@ -307,7 +318,8 @@ class ModelRunner:
         tokens = self._table.tokens[batch.slots[where.rows], where.positions(batch.computed)]
         inputs = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
         wanted = self._wanted(batch)
-        return lambda: self.forward(inputs, layout.positions, wanted)
+        forward = self.records or self.forward
+        return lambda: forward(inputs, layout.positions, wanted)
 
     def _wanted(self, batch: Batch) -> torch.Tensor | None:
         """The tokens [N] int64 that a head will see, at least one; None: other parts look at hidden states, too."""

@@ -15,8 +15,9 @@ from hotswap.core.errors import ComponentError
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import blaming
-from hotswap.core.execution.graphs import StepGraphs, step_graphs
+from hotswap.core.execution.graphs import StepGraphs
 from hotswap.core.execution.layout import IntArray, batch_layout
+from hotswap.core.execution.records import RecordedForward, padding_layout
 from hotswap.core.execution.static import GraphKey
 from hotswap.core.interfaces.graphs import GraphDevice
 from hotswap.core.interfaces.model import Attend
@@ -36,7 +37,8 @@ class Proposal(NamedTuple):
 
 
 class SpeculatorCache:
-    """See ``OwnCache``. Attached once pages have been divided. ``graphs``: its captured steps, once there are any."""
+    """See ``OwnCache``. Attached once pages have been divided. ``graphs``, ``records``: its captured or recorded steps,
+    once there are any."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -46,11 +48,12 @@ class SpeculatorCache:
         self._captured: DraftStep | None = None
         self._inputs: list[torch.Tensor] = []
         self.graphs: StepGraphs | None = None
+        self.records: RecordedForward | None = None
 
     def detach(self) -> None:
         """It serves nobody until it is attached again."""
-        self._groups, self._table, self._cache, self.graphs = (), None, None, None
-        self._captured, self._inputs = None, []
+        self._groups, self._table, self._cache = (), None, None
+        self._captured, self._inputs, self.graphs, self.records = None, [], None, None
 
     def attach(self, groups: Sequence[str], table: RequestTable, cache: PagedCache) -> None:
         self._groups, self._table, self._cache = tuple(groups), table, cache
@@ -67,8 +70,23 @@ class SpeculatorCache:
         def forward(_: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
             return [step.run([x[: len(positions)] for x in self._inputs], positions, cache.attend)]
 
-        self.graphs = step_graphs(keys, device, table, cache, windows, forward, self._device, "draft_")
+        self.graphs = StepGraphs(keys, device, table, cache, windows, forward, self._device, "draft_")
         self.graphs.capture(progress, reserved)
+
+    def record(self, step: DraftStep, device: GraphDevice, most: int) -> None:
+        """Have ``step`` recorded when as many rows come again, up to ``most``. CaptureError where it cannot be."""
+        table, cache = self._attached
+
+        def forward(*given: torch.Tensor) -> list[torch.Tensor]:
+            *inputs, positions = given
+            return [step.run(inputs, positions, cache.attend)]
+
+        records = RecordedForward(device, forward, most, "draft_")
+        cache.plan(padding_layout(table, self._groups, self._device))
+        zeros = [torch.zeros(1, *shape, dtype=dtype, device=self._device) for shape, dtype in step.inputs]
+        zeros.append(torch.zeros(1, dtype=torch.int64, device=self._device))
+        records.try_out(zeros, [zero + 1 for zero in zeros])
+        self._captured, self.records = step, records
 
     def step(self, step: DraftStep, spans: Sequence[Span], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         graphs = self.graphs if step == self._captured else None
@@ -81,6 +99,8 @@ class SpeculatorCache:
                 graphs.prepare(key, slots, ends - begins, begins)
                 return graphs.replay(key, ends - begins)[0]
         positions, attend = self.lay_out(spans)
+        if self.records is not None and step == self._captured:
+            return self.records(*inputs, positions)[0]
         return step.run(inputs, positions, attend)
 
     def lay_out(self, spans: Sequence[Span]) -> tuple[torch.Tensor, Attend]:

@@ -44,12 +44,10 @@ class StaticBatch:
             for group in groups
         }
         self.slots = {group: torch.zeros_like(self.inputs) for group in groups}
-        self._layouts: dict[GraphKey, BatchLayout] = {}
+        self._layouts = {key: self._layout(key) for key in keys}
 
     def layout(self, key: GraphKey) -> BatchLayout:
         """Views of the tensors; the same object each time."""
-        if key not in self._layouts:
-            self._layouts[key] = self._layout(key)
         return self._layouts[key]
 
     def fill(self, key: GraphKey, slots: IntArray, lengths: IntArray, past: IntArray) -> None:
@@ -76,20 +74,6 @@ class StaticBatch:
             _put(page_table, pages)
             _put(self.slots[group], written * source.page_size + positions % source.page_size)
 
-    def fill_exactly(self, key: GraphKey, slots: IntArray, past: IntArray) -> None:
-        """As :meth:`fill`, for R rows of m new tokens each: there is no padding, and no row is filled up."""
-        rows, m = key
-        owners = np.repeat(slots, m)
-        positions = np.repeat(past, m) + np.tile(np.arange(m), rows)
-        _put(self.inputs, self._table.tokens[owners, positions])
-        _put(self.positions, positions)
-        _put(self.kv_lens, past + m)
-        for group, page_table in self.page_tables.items():
-            source = self._pages(group)
-            page, offset = np.divmod(positions, source.page_size)
-            _put(page_table, source.pages[slots])
-            _put(self.slots[group], source.pages[owners, page].astype(np.int64) * source.page_size + offset)
-
     def _layout(self, key: GraphKey) -> BatchLayout:
         rows, m = key
         tokens, longest = rows * m, self._table.tokens.shape[1]
@@ -109,8 +93,5 @@ class StaticBatch:
 
 def _put(target: torch.Tensor, values: IntArray) -> None:
     """Overwrite the first rows of ``target``. The source is fresh and not pinned, so that it may go at once."""
-    rows = values.reshape(-1, *target.shape[1:])
-    if target.is_cpu:
-        target.numpy()[: len(rows)] = rows  # quicker than an operator of torch's
-    else:
-        target[: len(rows)].copy_(torch.from_numpy(np.ascontiguousarray(rows)))
+    source = torch.from_numpy(np.ascontiguousarray(values))
+    target[: source.shape[0] if target.dim() > 1 else source.numel()].copy_(source.view(-1, *target.shape[1:]))

@@ -15,8 +15,9 @@ from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
 from hotswap.core.execution.device import free_bytes, memory_errors
-from hotswap.core.execution.graphs import capturing_device, reserve_bytes, step_graphs
+from hotswap.core.execution.graphs import StepGraphs, capturing_device, reserve_bytes
 from hotswap.core.execution.placed import Placed, check_needs, check_support, keys_for, rehearse
+from hotswap.core.execution.records import RecordedForward, padding_layout
 from hotswap.core.execution.runner import ModelRunner
 from hotswap.core.execution.settings import WorkerSettings
 from hotswap.core.execution.speculation import Speculation, SpeculatorCache
@@ -153,7 +154,7 @@ class ModelWorker:
         self._runner = self._table = None
         leaving.own_cache.detach()
         if runner is not None:
-            runner.graphs = runner.draft_graphs = None  # which know the runner: its memory is wanted now
+            runner.forget_graphs()
         for request in residents:
             self._chooser.end(request)
         try:
@@ -195,7 +196,8 @@ class ModelWorker:
             self._model, cache, table, speculation, self._chooser, settings.device, self._clock, self._accord,
             self._mesh, (self._facts.hidden_size, getattr(torch, settings.dtype)), self._transfer)
         if self._graph_device is not None and self._placed.keys:
-            self._capture(self._runner, self._graph_device, table, cache, shapes)
+            capture = self._record if self._graph_device.on_demand else self._capture
+            capture(self._runner, self._graph_device, table, cache, shapes)
 
     def _keys_to_capture(self) -> tuple[GraphKey, ...]:
         """As the settings say, unless the transfer speaks against it, which is known only here."""
@@ -222,18 +224,32 @@ class ModelWorker:
         step = placed.needs.step
         windows = {group: shape.window for group, shape in shapes.items()}
         own = {spec.group: windows.pop(spec.group) for spec in placed.needs.cache_specs}
-        runner.graphs = step_graphs(placed.keys, device, table, cache, windows, runner.forward, settings.device)
+        runner.graphs = StepGraphs(placed.keys, device, table, cache, windows, runner.forward, settings.device)
+        with torch.inference_mode():
+            runner.graphs.capture(settings.progress, self._graph_bytes(placed))
+            if step is not None:
+                keys = [key for key in placed.keys if key.queries == 1]
+                placed.own_cache.capture(step, keys, device, own, settings.progress, self._draft_graph_bytes(placed))
+                runner.draft_graphs = placed.own_cache.graphs
+
+    def _record(
+        self, runner: ModelRunner, device: GraphDevice, table: RequestTable, cache: PagedCache,
+        shapes: dict[str, GroupShape],
+    ) -> None:
+        """Steps are recorded as they come; here it is found out whether they can be."""
+        placed, most = self._placed, max(key.rows for key in self._placed.keys)
+        records = RecordedForward(device, runner.forward, most)
+        zero = torch.zeros(1, dtype=torch.int64, device=self._settings.device)
         try:
             with torch.inference_mode():
-                runner.graphs.capture(settings.progress, self._graph_bytes(placed))
-                if step is not None:
-                    keys = [key for key in placed.keys if key.queries == 1]
-                    placed.own_cache.capture(
-                        step, keys, device, own, settings.progress, self._draft_graph_bytes(placed))
-                    runner.draft_graphs = placed.own_cache.graphs
+                cache.plan(padding_layout(table, list(shapes), self._settings.device))
+                records.try_out((zero, zero, None), (zero + 1, zero + 1, None))
+                if placed.needs.step is not None:
+                    placed.own_cache.record(placed.needs.step, device, most)
         except CaptureError as error:
-            runner.graphs = placed.own_cache.graphs = None
             self._without_graphs(str(error), error)
+        else:
+            runner.records, runner.draft_records = records, placed.own_cache.records
 
     def execute(self, message: StepMessage) -> Verdict:
         assert self._runner is not None, "execute before allocate"
@@ -259,7 +275,7 @@ class ModelWorker:
         """Nothing is called any more. What knows the runner is let go: a ring would keep the weights."""
         self._placed.own_cache.detach()
         if self._runner is not None:
-            self._runner.graphs = self._runner.draft_graphs = None
+            self._runner.forget_graphs()
         self._runner = self._cache = self._table = self._prepared = self._former = None
         if self._transfer is not None:
             self._transfer.close()

@@ -14,8 +14,9 @@ class CaptureError(Exception):
 class GraphDevice(ABC):
     """A device that records what it is given to do: operations on addresses, and no Python between them.
 
-    ``on_demand``: recording a step costs about as much as the step. Then each number of rows is recorded when it first
-    comes, exactly and without padding, instead of some numbers at the start. ``bytes_per_layer``: what a record keeps
+    ``on_demand``: recording a step costs about as much as the step, and a replay finds what the attention backend's
+    ``plan`` has left, wherever the tensors of its layout lie. Then any step is recorded when as many tokens come again,
+    exactly and without padding, instead of some numbers of rows at the start. ``bytes_per_layer``: what a record keeps
     for each layer of a model, at the most.
     """
 

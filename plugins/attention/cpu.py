@@ -60,7 +60,7 @@ class CPUAttention(AttentionBackend):
         converts = platform.machine() in ("aarch64", "arm64") or torch.backends.cpu.get_cpu_capability() != "DEFAULT"
         return AttentionSupport(
             devices=("cpu",), dtypes=("float32", "bfloat16", *(("float16",) if converts else ())), layouts=(HND,),
-            needs_clean_pages=True, leaves_clean_pages=True, graph_level=GraphLevel.UNIFORM, rounding=0.0,
+            needs_clean_pages=True, leaves_clean_pages=True, graph_level=GraphLevel.ANY, rounding=0.0,
             note=team_note())
 
     def graph_device(self, device: str) -> GraphDevice:

@@ -1,4 +1,4 @@
-"""Steps on a CPU are recorded when they first come, kernels of ours and operators of torch's, and replayed."""
+"""Steps on a CPU are recorded when they come again, kernels of ours and operators of torch's, and replayed."""
 
 import gc
 import threading
@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hotswap.core.errors import ConfigError
+from hotswap.core.execution import records
+from hotswap.core.execution.records import RecordedForward
 from hotswap.core.execution.settings import WorkerSettings
 from hotswap.core.execution.static import GraphKey
 from hotswap.core.execution.worker import ModelWorker
@@ -21,19 +23,17 @@ from hotswap.plugins.cpu.arena import Arena
 from hotswap.plugins.cpu.recording import StepRecorder
 from hotswap.plugins.operators.cpu import CPUOperators
 
-KEYS = (GraphKey(4, 1), GraphKey(4, 4))
-
 
 @pytest.fixture
 def make(model, make_host_of):
-    """``make(keys)`` gives a host whose worker records up to ``keys``; with no keys all is eager."""
+    """``make(64)`` gives a host whose worker records steps of up to so many tokens."""
 
-    def build(keys=KEYS, speculator=None, full=True):
-        settings = WorkerSettings("float32", "cpu", 160, 256, 6, graphs=keys, needs_graphs=full)
+    def build(most=64, speculator=None, full=True):
+        settings = WorkerSettings("float32", "cpu", 160, 256, 6, graphs=(GraphKey(most, 1),), needs_graphs=full)
         made = ModelWorker(
             model, model.facts({}), CPUAttention(), speculator or NoSpeculator(), (), settings, lambda: 0.0)
         host = make_host_of(made, 4, 200)
-        host.graphs = made._runner.graphs
+        host.records = made._runner.records
         return host
 
     return build
@@ -46,7 +46,7 @@ def decode(host, names):
         assert row.error is None, row.error
 
 
-def test_replayed_steps_of_any_number_of_rows_give_the_tokens_of_eager_ones(make, model, reference):
+def test_steps_of_as_many_tokens_as_came_twice_are_replayed_with_the_tokens_of_eager_ones(make, model, reference):
     prompts = {name: [place + 3, *range(1, 2 + 9 * place)] for place, name in enumerate("abcd")}
     host, seen = make(), []
     for name, prompt in prompts.items():
@@ -61,45 +61,83 @@ def test_replayed_steps_of_any_number_of_rows_give_the_tokens_of_eager_ones(make
         got = host.tokens[name]
         assert got == prompt + reference.greedy(prompt, len(got) - len(prompt))
     assert len(host.tokens["a"]) == len(prompts["a"]) + 1 + len(counts)
-    assert seen == [3, 4, 2], "one row was tried out at the start, and the rest is replayed without the model's Python"
-    assert host.graphs.totals["graph_captures"] == 4
-    assert host.graphs.totals["graph_replays"] == len(counts) - 3
+    assert seen == [1, 3, 4, 2] * 2, "what comes for the third time is replayed without the model's Python"
+    assert host.records.totals == {
+        "eager_first_sizes": 4 + 4, "graph_captures": 4, "graph_replays": len(counts) - 8}
 
 
-def test_drafts_of_equal_number_are_replayed_and_others_are_not(make, reference, script):
+def test_chunks_of_prompts_beside_decodes_are_replayed_whatever_rows_they_are_of(make, reference):
+    long = [int(token) for token in torch.randint(0, 60, (120,), generator=torch.Generator().manual_seed(3))]
+    host = make()
+    host.new("a", [5, 6, 7])
+    host.prefill("a")
+    for name in ("b", "c"):
+        host.new(name, long)
+        for _ in range(12):
+            host.row("a")
+            host.row(name, 10)
+            host.step()
+        decode(host, ["a", name])
+    for name, prompt in {"a": [5, 6, 7], "b": long, "c": long}.items():
+        got = host.tokens[name]
+        assert got == prompt + reference.greedy(prompt, len(got) - len(prompt))
+    assert len(host.tokens["a"]) == 3 + 1 + 2 * 13
+    assert host.records.totals["graph_replays"] >= 2 * 10
+
+
+def test_any_numbers_of_drafts_are_replayed(make, reference, script):
     truth = {name: [place + 3] + reference.greedy([place + 3], 60) for place, name in enumerate("ab")}
-    drafts = iter([(3, 3), (3, 1), (3, 3), (0, 0), (2, 2)])
-    lengths = {}
+    lengths, drafts = {}, iter([(3, 0), (1, 2), (2, 1), (0, 3)])
 
     def plan(request, tokens, slots):
-        if request == "a":
+        if request == "a" and slots:
             lengths["a"], lengths["b"] = next(drafts)
-        return truth[request][len(tokens) : len(tokens) + lengths[request]]
+        right = truth[request][len(tokens) : len(tokens) + lengths[request]] if slots else []
+        return [*right[:1], *(60 - token for token in right[1:])]  # the first is right
 
     host = make(speculator=script(plan))
     for name in "ab":
         host.new(name, truth[name][:1])
         host.prefill(name)
-    before = dict(host.graphs.totals)
-    for _ in range(5):
+    for _ in range(4):
         for name in "ab":
             host.row(name, 1, 3)
         host.step()
     for name in "ab":
         assert host.tokens[name] == truth[name][: len(host.tokens[name])]
-    told = {event: count - before.get(event, 0) for event, count in host.graphs.totals.items()}
-    assert {event: count for event, count in told.items() if count} == {
-        "graph_captures": 2, "graph_replays": 1, "eager_mixed_rows": 2}
+    assert sum(row.accepted for verdict in host.verdicts for row in verdict.rows) == 6
+    assert host.records.totals["graph_replays"] == 2, "of five tokens each time"
 
 
-def test_more_rows_than_are_kept_run_eagerly_and_say_why(make):
-    host = make((GraphKey(2, 1),))
+def test_longer_steps_than_are_recorded_run_eagerly_and_say_so(make):
+    host = make(2)
     for name in "abc":
         host.new(name, [3, 4, 5])
         host.prefill(name)
     decode(host, "abc")
-    assert host.verdicts[-1].counts == {"eager_many_rows": 1}
-    assert host.graphs.totals["eager_long_rows"] == 3
+    assert host.verdicts[-1].counts == {"eager_long_steps": 1}
+    assert host.records.totals == {"eager_long_steps": 4}
+
+
+def test_records_that_are_not_used_are_let_go(monkeypatch):
+    monkeypatch.setattr(records, "MOST_RECORDS", 2)
+    passes = []
+    forward = RecordedForward(StepRecorder(), lambda x: passes.append(len(x)) or [x * 2], 8)
+    for size in (1, 2, 3, 1, 2, 1, 3, 1, 2, 3) * 2:
+        x = torch.randn(size)
+        assert torch.equal(*forward(x), x * 2)
+    assert forward.totals["graph_captures"] > 3
+    assert len(forward._records) == 2
+
+
+def test_results_are_not_changed_by_the_next_step():
+    forward = RecordedForward(StepRecorder(), lambda x, y: [x + 1, x * y], 8)
+    inputs = [torch.full((3,), float(turn)) for turn in range(5)]
+    kept = [(x, *forward(x, torch.ones(3))) for x in inputs]
+    for x, more, same in kept:
+        assert torch.equal(more, x + 1)
+        assert torch.equal(same, x)
+    assert forward.totals["graph_replays"] == 3
 
 
 def test_what_is_neither_a_kernel_nor_an_operator_is_found_out_at_the_start(make, model, caplog):
@@ -112,7 +150,7 @@ def test_what_is_neither_a_kernel_nor_an_operator_is_found_out_at_the_start(make
     with pytest.raises(ConfigError, match=r"gives other numbers than the step.*choose 'auto' or 'off'"):
         make()
     host = make(full=False)
-    assert host.graphs is None
+    assert host.records is None
     assert "graphs: off after all, since a replayed step gives other numbers" in caplog.text
 
 
@@ -126,10 +164,11 @@ def test_a_step_that_looks_at_numbers_cannot_be_recorded_and_stays_eager(make, m
     for name in "ab":
         host.new(name, [5, 6, 7])
         host.prefill(name)
-    decode(host, "ab")
-    decode(host, "ab")
-    assert host.tokens["b"] == [5, 6, 7, *reference.greedy([5, 6, 7], 3)]
-    assert caplog.text.count("steps of 2 rows of 1 tokens run eagerly, since aten.item") == 1
+    for _ in range(4):
+        decode(host, "ab")
+    assert host.tokens["b"] == [5, 6, 7, *reference.greedy([5, 6, 7], 5)]
+    assert caplog.text.count("steps of 2 tokens run eagerly, since aten.item") == 1
+    assert host.records.totals["eager_uncaptured"] == 2
 
 
 # The recorder
