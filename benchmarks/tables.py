@@ -33,7 +33,7 @@ PEERS = "cpu-peers*.json"
 """In ``results``: what ``python benchmarks/cpu --out`` has written, once for each choice of engines and loads."""
 
 BFLOAT16 = ("hotswap", "vllm", "openvino-f16", "llamacpp-bf16")
-BEST_PRECISION = ("hotswap-gguf", "vllm", "openvino-q4_0", "llamacpp-q4_0")
+BEST_PRECISION = ("hotswap-gguf", "hotswap-int8", "vllm", "openvino-q4_0", "llamacpp-q4_0")
 """Engines that are compared with the first of them."""
 
 PACKED = ".json.gz"
