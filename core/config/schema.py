@@ -139,9 +139,11 @@ class ExecutionSection(ComponentSection):
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of a worker's operators, at most 1024; by default torch's choice."""
     graphs: Annotated[Literal["auto", "full", "off"], BeforeValidator(_yaml_off)] = "auto"
-    """Graphs of decoding and verification: auto where device, attention and model allow them, full: or refuse."""
+    """Steps that are replayed, on a GPU of decoding and verification: auto where device, attention and model allow it,
+    full: or refuse."""
     batch_sizes: Annotated[list[Count], Field(min_length=1)] | None = None
-    """Rows for which steps are captured; by default 1, 2, 4, 8, 16, 24, 32, 48 … up to the most that can run."""
+    """Rows for which steps are captured; by default 1, 2, 4, 8, 16, 24, 32, 48 … up to the most that can run. On a CPU
+    the greatest is the most tokens of a step that is recorded, by default max_batch_tokens."""
 
     @model_validator(mode="after")
     def _sizes_of_graphs(self) -> "ExecutionSection":

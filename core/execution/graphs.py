@@ -13,7 +13,6 @@ replay writes.
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from hotswap.core.errors import ConfigError
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.device import free_bytes
+from hotswap.core.execution.events import EventCounts
 from hotswap.core.execution.layout import IntArray
 from hotswap.core.execution.records import MOST_RECORDS
 from hotswap.core.execution.static import GraphKey, StaticBatch
@@ -93,14 +93,16 @@ def choose_keys(
     where the config asks for what cannot be."""
     mode, sizes = config.execution.graphs, config.execution.batch_sizes
     running, tokens = config.scheduler.max_running, config.scheduler.max_batch_tokens
-    if sizes is not None and max(sizes) > min(running, tokens):
+    made = attention.graph_device(device)
+    recorded = made is not None and made.on_demand
+    if sizes is not None and max(sizes) > (tokens if recorded else min(running, tokens)):
+        what = "tokens" if recorded else "rows"
         raise ConfigError(
-            f"no step has {max(sizes)} rows, with scheduler.max_running {running} and scheduler.max_batch_tokens "
+            f"no step has {max(sizes)} {what}, with scheduler.max_running {running} and scheduler.max_batch_tokens "
             f"{tokens}; leave the size out", "execution.batch_sizes")
     if mode == "off":
         return ()
     level = attention.support().graph_level
-    made = attention.graph_device(device)
     obstacle = _obstacle(device, dtype, attention, level, facts, ranks, made is not None)
     if obstacle is not None:
         if mode == "full":
@@ -108,7 +110,7 @@ def choose_keys(
         notes.append(f"graphs: off (auto: {obstacle})")
         return ()
     allowed = f"({mode}: {attention.label} and {facts.architecture} allow it)"
-    if made is not None and made.on_demand:
+    if recorded:
         most = max(sizes or [tokens])
         notes.append(f"graphs: steps of up to {most} tokens are recorded when as many come again {allowed}")
         return (GraphKey(most, 1),)
@@ -165,7 +167,7 @@ def reserve_bytes(
 class StepGraphs:
     """The captured steps of one rank. ``windows``: of each cache group the sliding window, None where it has none.
 
-    ``totals`` counts what happened since the start: ``graph_captures``, ``graph_replays``, and eager steps by
+    ``counts`` tells what happened since the start: ``graph_captures``, ``graph_replays``, and eager steps by
     reason: ``eager_long_rows`` (more tokens in a row than any graph has), ``eager_many_rows`` (more rows),
     ``eager_short_texts`` (a text of fewer tokens than the graph's rows), ``eager_lost_pages`` (a row would be filled up
     with tokens whose window has left the cache); each behind ``prefix``.
@@ -175,7 +177,7 @@ class StepGraphs:
         self, keys: Sequence[GraphKey], device: GraphDevice, table: RequestTable, cache: PagedCache,
         windows: Mapping[str, int | None], forward: Forward, torch_device: str, prefix: str = "",
     ) -> None:
-        self._prefix = prefix
+        self.counts = EventCounts(prefix)
         self._keys = sorted(keys, key=lambda key: (key.queries, key.rows))
         self._device, self._torch_device = device, torch_device
         self._table, self._cache, self._forward = table, cache, forward
@@ -183,8 +185,6 @@ class StepGraphs:
         self._batch = StaticBatch(table, tuple(windows), keys, torch_device)
         self._outputs: list[torch.Tensor] = []
         self._replays: dict[GraphKey, Replay] = {}
-        self.totals: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()
 
     def capture(self, progress: bool, reserved: int) -> None:
         """Record every step, the largest first, so that the others fit into its memory. ConfigError where memory ends,
@@ -204,17 +204,11 @@ class StepGraphs:
                 f"memory ended after {len(self._replays)} of {len(keys)} graphs: {before // _MIB} MiB were free, "
                 f"{reserved // _MIB} MiB of them set aside for graphs; lower kvcache.memory or kvcache.num_blocks, "
                 "give fewer sizes, or set execution.graphs to off", "execution.batch_sizes") from error
-        self._count("graph_captures", len(keys))
+        self.counts.add("graph_captures", len(keys))
         used = before - free_bytes(self._torch_device)
         logger.log(
             logging.WARNING if used > reserved else logging.INFO,
             "captured %d graphs in %d MiB; %d MiB were set aside for them", len(keys), used // _MIB, reserved // _MIB)
-
-    def news(self) -> dict[str, int]:
-        """What was counted since the last call."""
-        news = dict(self.totals - self._told)
-        self._told.update(news)
-        return news
 
     def find(self, slots: IntArray, lengths: IntArray, past: IntArray) -> GraphKey | None:
         """The smallest captured step that holds these rows [n]; None, and counted, where there is none."""
@@ -222,11 +216,11 @@ class StepGraphs:
         fitting = [key for key in self._keys if key.queries >= longest]
         key = next((key for key in fitting if key.rows >= n), None)
         if key is None:
-            self._count("eager_many_rows" if fitting else "eager_long_rows")
+            self.counts.add("eager_many_rows" if fitting else "eager_long_rows")
         elif int((past + lengths).min()) < key.queries:
-            self._count("eager_short_texts")
+            self.counts.add("eager_short_texts")
         elif self._lost_pages(slots, past + lengths - key.queries):
-            self._count("eager_lost_pages")
+            self.counts.add("eager_lost_pages")
         else:
             return key
         return None
@@ -239,15 +233,12 @@ class StepGraphs:
     def replay(self, key: GraphKey, lengths: IntArray) -> list[torch.Tensor]:
         """Of the rows' new tokens, what the forward gives: copies [T, ...]."""
         self._replays[key]()
-        self._count("graph_replays")
+        self.counts.add("graph_replays")
         rows = np.arange(len(lengths))
         ends = np.repeat((rows + 1) * key.queries, lengths)
         within = np.arange(len(ends)) - np.repeat(np.cumsum(lengths), lengths)
         index = torch.from_numpy(ends + within).to(self._torch_device)
         return [output.index_select(0, index) for output in self._outputs]
-
-    def _count(self, event: str, count: int = 1) -> None:
-        self.totals[self._prefix + event] += count
 
     def _run(self, key: GraphKey) -> None:
         """What is captured."""

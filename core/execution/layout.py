@@ -40,7 +40,10 @@ def _spread(query_lens: tuple[int, ...]) -> Spread:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     rows = np.repeat(np.arange(len(lengths)), lengths)
     uniform = query_lens[0] if len(set(query_lens)) == 1 else None
-    return Spread(starts.astype(np.int32), rows, np.arange(len(rows)) - starts[rows], uniform)
+    made = Spread(starts.astype(np.int32), rows, np.arange(len(rows)) - starts[rows], uniform)
+    for shared in made[:3]:  # by all engines of the process
+        shared.flags.writeable = False
+    return made
 
 
 def batch_layout(

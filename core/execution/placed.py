@@ -13,6 +13,7 @@ from hotswap.core.execution.layout import batch_layout
 from hotswap.core.execution.speculation import SpeculatorCache
 from hotswap.core.execution.static import GraphKey
 from hotswap.core.interfaces.attention import AttentionBackend, BatchLimits, GraphLevel, GroupShape
+from hotswap.core.interfaces.graphs import GraphDevice
 from hotswap.core.interfaces.model import Model
 from hotswap.core.interfaces.speculator import Speculator, SpeculatorNeeds
 from hotswap.core.modeling.mesh import Mesh
@@ -20,14 +21,15 @@ from hotswap.core.modeling.mesh import Mesh
 
 @dataclass(frozen=True)
 class Placed:
-    """An attention backend and a speculator, bound to the model and loaded. ``keys``: the steps to capture.
-    ``speculator_bytes``: of its weights."""
+    """An attention backend and a speculator, bound to the model and loaded. ``keys``: the steps to capture, and
+    ``device``, what captures them with this backend. ``speculator_bytes``: of its weights."""
 
     attention: AttentionBackend
     speculator: Speculator
     needs: SpeculatorNeeds
     own_cache: SpeculatorCache
-    keys: tuple[GraphKey, ...]
+    keys: tuple[GraphKey, ...] = ()
+    device: GraphDevice | None = None
     speculator_bytes: int = 0
 
 

@@ -2,20 +2,22 @@
 
 On a CPU, what Python does between kernels takes about as long as those of a decoding step. :mod:`.graphs` captures
 some steps at the start, for fixed numbers of rows, with padding; here a forward pass is recorded when as many tokens
-come for the second time, and replayed from then on. Decodes, drafts and equal chunks of prompts are the same to it.
+come for the second time, of which as many are wanted, and replayed from then on. Decodes, drafts and equal chunks of
+prompts are the same to it.
 
 The attention backend has planned the step, in tensors that may be new ones, before the pass is computed or replayed: it
 says by ``GraphDevice.on_demand`` that a replay finds them.
 """
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from hotswap.core.execution.buffers import RequestTable
+from hotswap.core.execution.events import EventCounts
 from hotswap.core.execution.layout import batch_layout
 from hotswap.core.interfaces.graphs import CaptureError, GraphDevice, Replay
 from hotswap.core.interfaces.layout import BatchLayout
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 Forward = Callable[..., Sequence[torch.Tensor]]
 """(tensors [n, ...] or None) -> tensors [m, ...], where every m depends on the numbers n alone."""
 
-MOST_RECORDS = 512
+MOST_RECORDS = 256
 """Those that were not replayed for the longest time are let go."""
 
 _Sizes = tuple[int | None, ...]
@@ -34,19 +36,19 @@ _Sizes = tuple[int | None, ...]
 class RecordedForward:
     """A forward pass over up to ``most`` tokens. Called as ``forward`` is, on one thread.
 
-    ``totals`` counts since the start: ``graph_captures``, ``graph_replays``, and eager passes by reason:
-    ``eager_first_sizes`` (as many tokens had not come before), ``eager_long_steps`` (more than ``most``),
+    ``counts`` tells since the start: ``graph_captures``, ``graph_replays``, and eager passes by reason:
+    ``eager_first_sizes`` (such sizes had not come before), ``eager_long_steps`` (more than ``most``),
     ``eager_uncaptured`` (what could not be recorded); each behind ``prefix``.
     """
 
     def __init__(self, device: GraphDevice, forward: Forward, most: int, prefix: str = "") -> None:
-        self._device, self._forward, self._most, self._prefix = device, forward, most, prefix
+        self._device, self._forward, self._most = device, forward, most
+        self.counts = EventCounts(prefix)
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: Sequence[torch.Tensor] = []
         self._records: OrderedDict[_Sizes, tuple[Replay, list[torch.Tensor]]] = OrderedDict()
-        self._seen: OrderedDict[_Sizes, bool] = OrderedDict()
-        self.totals: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()
+        self._seen: OrderedDict[_Sizes, bool] = OrderedDict()  # whether they can be recorded, for all that is known
+        self._reasons: set[str] = set()
 
     def __call__(self, *inputs: torch.Tensor | None) -> Sequence[torch.Tensor]:
         """The results are copies: a later call does not change them."""
@@ -58,10 +60,10 @@ class RecordedForward:
         self._place(sizes, inputs)
         replay, outputs = record
         replay()
-        self._count("graph_replays")
+        self.counts.add("graph_replays")
         return [output.clone() for output in outputs]
 
-    def try_out(self, *others: Sequence[torch.Tensor | None]) -> None:
+    def verify(self, *others: Sequence[torch.Tensor | None]) -> None:
         """Whether what is recorded is all that the pass does: recorded for the first of ``others`` and replayed for
         each of them, it must give what it gives, or else CaptureError. All have equal sizes, which are planned."""
         sizes = tuple(None if tensor is None else tensor.shape[0] for tensor in others[0])
@@ -76,33 +78,29 @@ class RecordedForward:
                         "a replayed step gives other numbers than the step: something in it is neither an operator of "
                         "torch's nor a kernel that is recorded")
 
-    def news(self) -> dict[str, int]:
-        """What was counted since the last call."""
-        news = dict(self.totals - self._told)
-        self._told.update(news)
-        return news
-
     def _without_record(self, sizes: _Sizes, inputs: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
         if max(size or 0 for size in sizes) > self._most:
-            self._count("eager_long_steps")
+            self.counts.add("eager_long_steps")
         elif sizes not in self._seen:
             self._seen[sizes] = True
             if len(self._seen) > 8 * MOST_RECORDS:
                 self._seen.popitem(last=False)
-            self._count("eager_first_sizes")
+            self.counts.add("eager_first_sizes")
         elif not self._seen[sizes]:
-            self._count("eager_uncaptured")
+            self.counts.add("eager_uncaptured")
         else:
             try:
                 replay, outputs, results = self._record(sizes, inputs)
             except CaptureError as error:
-                logger.warning("steps of %s tokens run eagerly, since %s", sizes[0], error)
                 self._seen[sizes] = False
+                if str(error) not in self._reasons:
+                    logger.warning("steps such as this one, of %s tokens, run eagerly, since %s", sizes[0], error)
+                self._reasons.add(str(error))
             else:
                 self._records[sizes] = replay, outputs
                 if len(self._records) > MOST_RECORDS:
                     self._records.popitem(last=False)
-                self._count("graph_captures")
+                self.counts.add("graph_captures")
                 return results
         return self._eagerly(inputs)
 
@@ -136,9 +134,6 @@ class RecordedForward:
                 self._inputs[number] = tensor.new_empty(self._most, *tensor.shape[1:])
             placed.append(self._inputs[number][:size].copy_(tensor))
         return placed
-
-    def _count(self, event: str) -> None:
-        self.totals[self._prefix + event] += 1
 
 
 def padding_layout(table: RequestTable, groups: Sequence[str], device: str) -> BatchLayout:

@@ -60,11 +60,11 @@ class ModelRunner:
         self._speculation = speculation
         self._chooser, self._transfer = chooser, transfer
         self._clock = clock
+        # Captured steps of the model and of the speculator, or else recorded ones: set by the worker, if there are any.
         self.graphs: StepGraphs | None = None
         self.draft_graphs: StepGraphs | None = None
         self.records: RecordedForward | None = None
         self.draft_records: RecordedForward | None = None
-        """Captured and recorded steps of the model and of the speculator, once there are any: set by the worker."""
 
     def execute(self, message: StepMessage) -> Verdict:
         """What goes wrong outside a single row is the step's error, and its requests have failed. Raises only where
@@ -185,7 +185,7 @@ class ModelRunner:
             if dropped + distrusted:
                 verdict.counts["dropped_proposals"] = dropped + distrusted
             for graphs in self._all_graphs():
-                verdict.counts |= graphs.news()
+                verdict.counts |= graphs.counts.news()
             verdict.rows = reports
         if refused:
             verdicts = refused | {report.request: report for report in verdict.rows}
@@ -193,7 +193,7 @@ class ModelRunner:
 
     def graph_totals(self) -> dict[str, int]:
         """What was counted of captured and eager steps since the start."""
-        return {event: n for graphs in self._all_graphs() for event, n in graphs.totals.items()}
+        return {event: n for graphs in self._all_graphs() for event, n in graphs.counts.totals.copy().items()}
 
     def forget_graphs(self) -> None:
         """They know the runner, and hold memory."""

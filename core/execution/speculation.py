@@ -85,7 +85,7 @@ class SpeculatorCache:
         cache.plan(padding_layout(table, self._groups, self._device))
         zeros = [torch.zeros(1, *shape, dtype=dtype, device=self._device) for shape, dtype in step.inputs]
         zeros.append(torch.zeros(1, dtype=torch.int64, device=self._device))
-        records.try_out(zeros, [zero + 1 for zero in zeros])
+        records.verify(zeros, [zero + 1 for zero in zeros])
         self._captured, self.records = step, records
 
     def step(self, step: DraftStep, spans: Sequence[Span], inputs: Sequence[torch.Tensor]) -> torch.Tensor:

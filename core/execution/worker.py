@@ -53,17 +53,21 @@ class ModelWorker:
         self._settings, self._clock, self._transfer = settings, clock, transfer
         self._mesh, self._rank, self._weight_bytes = mesh, rank, 0
         self._keys = self._keys_to_capture()
-        self._graph_device = capturing_device(settings.device, attention) if self._keys else None
+        device = capturing_device(settings.device, attention) if self._keys else None
+        self._on_demand = device is not None and device.on_demand
         self._chooser = TokenChooser(
             processors if mesh.is_last and mesh.leads else (), facts.vocab_size, settings.device)
-        self._placed = self._place(attention, speculator, self._keys)
+        self._placed = self._place(attention, speculator, self._keys, device)
         self._prepared: Placed | None = None
         self._former: Placed | None = None
         self._cache: PagedCache | None = None
         self._table: RequestTable | None = None
         self._runner: ModelRunner | None = None
 
-    def _place(self, attention: AttentionBackend, speculator: Speculator, keys: tuple[GraphKey, ...]) -> Placed:
+    def _place(
+        self, attention: AttentionBackend, speculator: Speculator, keys: tuple[GraphKey, ...],
+        device: GraphDevice | None,
+    ) -> Placed:
         """Bind both to the model, which need not be loaded. ConfigError for what does not fit."""
         settings, mesh, own_cache = self._settings, self._mesh, SpeculatorCache(self._settings.device)
         if mesh.is_first:
@@ -71,11 +75,11 @@ class ModelWorker:
                 self._facts.vocab_size, settings.device, settings.dtype, settings.max_model_len, self._model,
                 self._facts, self._checkpoint, partial(model_for, fallback=settings.fallback), own_cache,
                 _weakly(self._draw), first_layer=self._facts.num_layers,
-                capture=self._graph_device.capture if self._graph_device else None))
+                capture=device.capture if device is not None and not device.on_demand else None))
         needs = speculator.needs()
         check_needs(speculator, needs, self._model, mesh)
         check_support(attention, needs.shapes, settings.device, settings.dtype)
-        return Placed(attention, speculator, needs, own_cache, keys)
+        return Placed(attention, speculator, needs, own_cache, keys, device)
 
     def loaded(self, weight_bytes: int) -> None:
         """The model has its weights; the speculator takes its own."""
@@ -102,21 +106,32 @@ class ModelWorker:
             return self._info(now)
         attention = cast(AttentionBackend, parts.get(AttentionBackend.kind, now.attention))
         speculator = cast(Speculator, parts.get(Speculator.kind, now.speculator))
-        lookahead, most = speculator.needs().lookahead, self._settings.max_batch_tokens
-        keys = keys_for(self._keys, attention, lookahead, most)
+        keys, device = self._graphs_for(attention, speculator.needs().lookahead)
         shapes = self._model.attention_shapes({})
         check_support(attention, shapes, self._settings.device, self._settings.dtype)
         if speculator is now.speculator:
             check_support(attention, now.needs.shapes, self._settings.device, self._settings.dtype)
-            prepared = replace(now, attention=attention, keys=keys)
+            prepared = replace(now, attention=attention, keys=keys, device=device)
         else:
-            prepared = self._place(attention, speculator, keys)
+            prepared = self._place(attention, speculator, keys, device)
             if self._mesh.is_first:
                 prepared = replace(prepared, speculator_bytes=speculator.load())
         if attention is not now.attention:
             self._rehearse(prepared)
         self._prepared = prepared
         return self._info(prepared)
+
+    def _graphs_for(
+        self, attention: AttentionBackend, lookahead: int,
+    ) -> tuple[tuple[GraphKey, ...], GraphDevice | None]:
+        """What is captured with other parts, and by what. A backend that brings along another kind of device than the
+        one at the start had runs eagerly: the steps were chosen for that kind."""
+        keys = keys_for(self._keys, attention, lookahead, self._settings.max_batch_tokens)
+        if attention is self._placed.attention:
+            device = self._placed.device
+        else:
+            device = capturing_device(self._settings.device, attention) if keys else None
+        return (keys, device) if device is not None and device.on_demand == self._on_demand else ((), None)
 
     def _rehearse(self, placed: Placed) -> None:
         """With the page sizes that there are, where the backend takes them."""
@@ -195,9 +210,9 @@ class ModelWorker:
         self._runner = ModelRunner(
             self._model, cache, table, speculation, self._chooser, settings.device, self._clock, self._accord,
             self._mesh, (self._facts.hidden_size, getattr(torch, settings.dtype)), self._transfer)
-        if self._graph_device is not None and self._placed.keys:
-            capture = self._record if self._graph_device.on_demand else self._capture
-            capture(self._runner, self._graph_device, table, cache, shapes)
+        if self._placed.device is not None and self._placed.keys:
+            capture = self._record if self._placed.device.on_demand else self._capture
+            capture(self._runner, self._placed.device, table, cache, shapes)
 
     def _keys_to_capture(self) -> tuple[GraphKey, ...]:
         """As the settings say, unless the transfer speaks against it, which is known only here."""
@@ -240,10 +255,13 @@ class ModelWorker:
         placed, most = self._placed, max(key.rows for key in self._placed.keys)
         records = RecordedForward(device, runner.forward, most)
         zero = torch.zeros(1, dtype=torch.int64, device=self._settings.device)
+        one = zero + 1
         try:
             with torch.inference_mode():
                 cache.plan(padding_layout(table, list(shapes), self._settings.device))
-                records.try_out((zero, zero, None), (zero + 1, zero + 1, None))
+                records.verify((zero, zero, None), (one, one, None))
+                if self._mesh.is_last and not placed.needs.taps:
+                    records.verify((zero, zero, zero), (one, one, zero))  # of the wanted token alone
                 if placed.needs.step is not None:
                     placed.own_cache.record(placed.needs.step, device, most)
         except CaptureError as error:
@@ -308,7 +326,7 @@ class ModelWorker:
         return (8 * facts.hidden_size + (facts.mlp_width or 12 * facts.hidden_size)) * itemsize
 
     def _graph_bytes(self, placed: Placed) -> int:
-        return reserve_bytes(self._graph_device, placed.keys, self._facts.num_layers, self._bytes_per_token())
+        return reserve_bytes(placed.device, placed.keys, self._facts.num_layers, self._bytes_per_token())
 
     def _draft_graph_bytes(self, placed: Placed) -> int:
         """A draft model's activations are taken to be as wide as the target's."""
@@ -316,7 +334,7 @@ class ModelWorker:
             return 0
         layers = sum(len(spec.layers) for spec in placed.needs.cache_specs)
         keys = [key for key in placed.keys if key.queries == 1]
-        return reserve_bytes(self._graph_device, keys, layers, self._bytes_per_token())
+        return reserve_bytes(placed.device, keys, layers, self._bytes_per_token())
 
 
 def _weakly(draw: Draw) -> Draw:

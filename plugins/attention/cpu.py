@@ -64,6 +64,7 @@ class CPUAttention(AttentionBackend):
             note=team_note())
 
     def graph_device(self, device: str) -> GraphDevice:
+        """For the CPU, the only device that is supported."""
         return StepRecorder()
 
     def allocate(self, shape: GroupShape, num_pages: int, limits: BatchLimits) -> Cache:
@@ -159,7 +160,7 @@ class _State:
             self._buffer, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(),
             out.data_ptr(), of_q[0] * size, of_q[1] * size, of_k[0] * size, of_k[1] * size, of_v[0] * size,
             of_v[1] * size, of_out[0] * size, of_out[1] * size)
-        shared = self.shared or is_recorded()
+        shared = self.shared or is_recorded()  # a step that is replayed may have more items than this one
         if (members := torch.get_num_threads() if shared else 1) > self.members:
             self.members = members
             self._hold(w.SCRATCH, members * int(self.words[w.SCRATCH_BYTES]))

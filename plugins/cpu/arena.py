@@ -32,10 +32,15 @@ class Arena:
         self._taken[block.data_ptr()] = block
         return _laid_out(torch.from_numpy(bytes_of), tensor)
 
-    def lent(self, tensor: torch.Tensor) -> torch.Tensor:
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether its memory is a block of the arena's."""
+        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._taken
+
+    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same numbers at the same place, and if that is a block of the arena's, without keeping it."""
-        block = self._taken.get(tensor.untyped_storage().data_ptr())
-        return tensor if block is None else _laid_out(block, tensor)
+        if not self.holds(tensor):
+            return tensor
+        return _laid_out(self._taken[tensor.untyped_storage().data_ptr()], tensor)
 
     def _more(self, size: int) -> torch.Tensor:
         self.nbytes += size

@@ -8,16 +8,21 @@ are made within the step get memory of the recorder's own (:mod:`.arena`).
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hotswap.core.interfaces.graphs import CaptureError, GraphDevice, Replay
 from hotswap.plugins.cpu.arena import Arena
 from hotswap.plugins.cpu.team import Call, Kernel, compile_kernels, parallel_address, recording
+
+_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+"""Functions that give Python what a tensor holds, and that torch does not dispatch."""
 
 _SHAPED_BY_VALUES = frozenset({
     "nonzero", "nonzero_numpy", "argwhere", "where.default", "masked_select", "bincount", "repeat_interleave.Tensor",
@@ -30,36 +35,42 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_em
 
 
 class StepRecorder(GraphDevice):
-    """For CPUs. Of what is neither a kernel of ours nor an operator of torch's, nothing is recorded."""
+    """For CPUs. Of what is neither a kernel of ours nor an operator of torch's, nothing is recorded: see
+    :func:`hotswap.plugins.cpu.team.recording`."""
 
     on_demand = True
-    bytes_per_layer = 4 << 10
+    bytes_per_layer = 16 << 10
 
     def __init__(self) -> None:
         self._arena = Arena()
-        self._replay: Kernel = import_module("hotswap.plugins.cpu.replay_kernels").replay  # late: it imports numba
-        compile_kernels([self._replay])
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        parts: list[Call | Replay] = []
-        with recording(parts.append), _Operators(self._arena, parts.append):
-            run()
-        steps, calls = list[Replay](), list[Call]()
-        for part in [*parts, None]:
-            if isinstance(part, Call):
-                calls.append(part)
-                continue
-            if calls:
-                steps.append(_Calls(self._replay, calls))
-                calls = []
-            if part is not None:
-                steps.append(part)
-        return lambda: _in_turn(steps)
+        replay: Kernel = import_module("hotswap.plugins.cpu.replay_kernels").replay  # late: it imports numba
+        compile_kernels([replay])
+        parts = list[Call | Replay]()
+        operators = _Operators(self._arena, parts.append)
+        try:
+            with recording(parts.append), operators, _NoReading():
+                run()
+        except CaptureError:
+            raise
+        except Exception as error:  # the same step, run eagerly, tells whether the fault is its own
+            raise CaptureError(f"recording it raised {type(error).__name__}: {error}") from error
+        return _Record(replay, parts, (self._arena, operators.outside))
 
 
-def _in_turn(steps: Sequence[Replay]) -> None:
-    for step in steps:
-        step()
+class _Record:
+    """``memory``: what keeps all that calls have the addresses of."""
+
+    def __init__(self, replay: Kernel, parts: Sequence[Call | Replay], memory: Any) -> None:
+        self._memory, self._steps = memory, list[Replay]()
+        for is_call, group in groupby(parts, lambda part: isinstance(part, Call)):
+            some: list[Any] = list(group)
+            self._steps += [_Calls(replay, some)] if is_call else some
+
+    def __call__(self) -> None:
+        for step in self._steps:
+            step()
 
 
 class _Calls:
@@ -83,24 +94,36 @@ class _Calls:
         self._replay(self, shared=False)
 
 
+class _NoReading(TorchFunctionMode):
+    """What Python reads of a tensor would be the same in each replay."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            raise CaptureError(f"Tensor.{func.__name__} makes Python wait for what tensors hold")
+        return func(*args, **(kwargs or {}))
+
+
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's have no annotations
-    """Runs torch's operators; what they make lies in the arena; and says by ``note`` what does the same again."""
+    """Runs torch's operators; what they make lies in the arena; and says by ``note`` what does the same again.
+    ``outside``: tensors elsewhere that nothing else keeps, since what gave them is not run again."""
 
     def __init__(self, arena: Arena, note: Callable[[Replay], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena, self._note = arena, note
+        self.outside: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {_identity(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **kwargs)
-        if _tells_values(func, name, args, out):
+        if _reads_values(func, name, args, out):
             raise CaptureError(f"{func} makes Python wait for what tensors hold")
         new = {
             place: x for place, x in enumerate(tree_leaves(out))
-            if isinstance(x, torch.Tensor) and _storage(x) not in given}
-        if not new and not func._schema.is_mutable:
-            return out  # a view
+            if isinstance(x, torch.Tensor) and _identity(x) not in given}
+        if not new and not func._schema.is_mutable:  # a view
+            self.outside += [x for x in tree_leaves(out) if not self._arena.holds(x)]
+            return out
         ours = {place: self._arena.like(x) for place, x in new.items()}
         if name not in _EMPTY:
             for place, x in new.items():
@@ -111,7 +134,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _again(self, func: Any, args: Any, kwargs: Any, results: Mapping[int, torch.Tensor]) -> Replay:
         """It keeps no block: what lies in one is there as long as the step needs it."""
-        args, kwargs, targets = tree_map_only(torch.Tensor, self._arena.lent, (args, kwargs, dict(results)))
+        args, kwargs, targets = tree_map_only(torch.Tensor, self._arena.borrowed, (args, kwargs, dict(results)))
 
         def again() -> None:
             leaves = tree_leaves(func(*args, **kwargs))
@@ -121,15 +144,18 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return again
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _identity(tensor: torch.Tensor) -> int:
+    """Of its memory; of what has a layout of its own, such as oneDNN's, of the tensor."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
-def _tells_values(func: Any, name: str, args: Any, out: Any) -> bool:
+def _reads_values(func: Any, name: str, args: Any, out: Any) -> bool:
     """Whether what tensors hold decides over numbers that Python gets, or over a shape."""
     if {name, f"{name}.{func._overloadname}"} & _SHAPED_BY_VALUES:
         return True
-    if name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]):
+    if name == "index" and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
         return True
     return any(isinstance(x, int | float | complex) for x in tree_leaves(out))

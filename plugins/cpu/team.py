@@ -110,13 +110,14 @@ _recording = _Recording()
 @contextmanager
 def recording(note: Callable[[Call], None]) -> Iterator[None]:
     """``note`` gets each call that this thread makes. What the words of these calls point to must stay where it is:
-    tensors that operators of torch's make at a call are seen to by who records; anything else must live as long as the
-    layer or the part that calls, and be nobody else's (see :class:`ThreadWords` and :func:`is_recorded`)."""
-    _recording.note = note
+    tensors that torch's operators make or pass on are seen to by who records; anything else, such as what
+    ``torch.from_numpy`` gives, must live as long as the layer or the part that calls, and be nobody else's (see
+    :class:`ThreadWords` and :func:`is_recorded`)."""
+    before, _recording.note = _recording.note, note
     try:
         yield
     finally:
-        _recording.note = None
+        _recording.note = before
 
 
 def is_recorded() -> bool:

@@ -72,7 +72,7 @@ def check_lengths(make, reference):
     prompts = {name: torch.randint(0, 60, (length,), generator=random).tolist() for name, length in lengths.items()}
     host = make()
     assert outputs(host, prompts, 9) == expected(reference, prompts, 9)
-    assert host.graphs.totals["graph_replays"] == 1 + 8  # the prompt of one token, too
+    assert host.graphs.counts.totals["graph_replays"] == 1 + 8  # the prompt of one token, too
 
 
 def test_texts_around_a_pages_end_and_up_to_the_limit_get_their_tokens(make, reference):
@@ -108,7 +108,7 @@ def check_poison(make, reference, prompts):
             tensor.fill_(1 << 20)
         decode(host, three, 1)
     found = {name: host.tokens[name][len(prompt) :] for name, prompt in three.items()}
-    assert host.graphs.totals["graph_replays"] >= 5
+    assert host.graphs.counts.totals["graph_replays"] >= 5
     assert found == expected(reference, three, 6)
 
 
@@ -143,7 +143,7 @@ def check_pages(make, prompts, script):
     layers = host.worker._runner._cache._layers.values()
     before = [tensor.clone() for layer in layers for tensor in layer.cache]
     written = {group: set() for group in host.free}
-    replays = host.graphs.totals["graph_replays"]
+    replays = host.graphs.counts.totals["graph_replays"]
     for name, drafts in (("d", 1), ("e", 0)):  # "c" does not run; a draft makes rows of four tokens
         first = host.bound[name]
         host.row(name, 1, drafts)
@@ -151,7 +151,7 @@ def check_pages(make, prompts, script):
             written[group] |= {(table[at // host.page_size], at % host.page_size) for at in range(first, first + 2)}
     for row in host.step().values():
         assert row.error is None, row.error
-    assert host.graphs.totals["graph_replays"] == replays + 1
+    assert host.graphs.counts.totals["graph_replays"] == replays + 1
     after = [(group, tensor) for group, layer in zip(host.free, layers, strict=True) for tensor in layer.cache]
     for (group, tensor), old in zip(after, before, strict=True):
         pages, slots = (old != tensor).any(-1).any(1).nonzero(as_tuple=True)
@@ -211,7 +211,7 @@ def test_rows_with_different_numbers_of_drafts_share_a_graph(make, reference, pr
     for name in names:
         host.new(name, prompts[name])
         host.prefill(name)
-    before = host.graphs.totals["graph_replays"]
+    before = host.graphs.counts.totals["graph_replays"]
     for _ in range(6):
         for name in names:
             host.row(name, 1, 3)
@@ -219,7 +219,7 @@ def test_rows_with_different_numbers_of_drafts_share_a_graph(make, reference, pr
     for name in names:
         assert host.tokens[name] == truth[name][: len(host.tokens[name])]
     assert sum(row.accepted for verdict in host.verdicts for row in verdict.rows) > 0 or not accepted
-    assert host.graphs.totals["graph_replays"] == before + 6
+    assert host.graphs.counts.totals["graph_replays"] == before + 6
 
 
 def test_a_request_of_nan_harms_no_neighbour_in_its_graph(make, reference, prompts, script, poison):
@@ -246,14 +246,14 @@ def test_a_request_of_nan_harms_no_neighbour_in_its_graph(make, reference, promp
     for name in "de":
         got = host.tokens[name]
         assert got == prompts[name] + reference.greedy(prompts[name], len(got) - len(prompts[name]))
-    assert host.graphs.totals["graph_replays"] >= 4
+    assert host.graphs.counts.totals["graph_replays"] >= 4
 
 
 def test_each_eager_step_is_counted_with_its_reason(make, prompts, script):
     host = make((GraphKey(2, 1), GraphKey(2, 4)), script(lambda request, tokens, slots: [1, 2, 3][:slots]))
     host.new("e", prompts["e"])
     host.prefill("e")
-    assert host.graphs.totals == {"graph_captures": 2, "eager_long_rows": 1}
+    assert host.graphs.counts.totals == {"graph_captures": 2, "eager_long_rows": 1}
     assert host.verdicts[-1].counts == {"graph_captures": 2, "eager_long_rows": 1}
     for name in "ab":
         host.new(name, prompts[name])
@@ -527,7 +527,7 @@ def test_a_transfer_between_layers_leaves_steps_eager_or_is_refused(model, monke
             WorkerSettings("float32", "cpu", MAX_LEN, 256, 4, graphs=KEYS, **settings), lambda: 0.0,
             transfer=Layerwise())
 
-    assert build()._graph_device is None
+    assert build()._placed.device is None
     assert "graphs: off after all, since the KV transfer works between the layers" in caplog.text
     with pytest.raises(ConfigError, match="'full' was asked for, but the KV transfer") as caught:
         build(needs_graphs=True)

@@ -1,5 +1,6 @@
 """Steps on a CPU are recorded when they come again, kernels of ours and operators of torch's, and replayed."""
 
+import ctypes
 import gc
 import threading
 
@@ -14,6 +15,9 @@ from hotswap.core.execution.settings import WorkerSettings
 from hotswap.core.execution.static import GraphKey
 from hotswap.core.execution.worker import ModelWorker
 from hotswap.core.interfaces.graphs import CaptureError
+from hotswap.core.interfaces.kvcache import CachePlan, GroupPlan
+from hotswap.core.interfaces.parallel import Take
+from hotswap.plugins.attention.torch_sdpa import TorchAttention
 from hotswap.plugins.speculators.none import NoSpeculator
 
 pytest.importorskip("numba")
@@ -22,6 +26,8 @@ from hotswap.plugins.attention.cpu import CPUAttention  # they import numba
 from hotswap.plugins.cpu.arena import Arena
 from hotswap.plugins.cpu.recording import StepRecorder
 from hotswap.plugins.operators.cpu import CPUOperators
+
+NORM = CPUOperators().bind("cpu", torch.float32)
 
 
 @pytest.fixture
@@ -37,6 +43,13 @@ def make(model, make_host_of):
         return host
 
     return build
+
+
+@pytest.fixture
+def recorded_norm():
+    """What records a norm of ``x``, ``x``, and where the results are."""
+    x, weight, out = torch.randn(400, 64), torch.ones(64), torch.zeros(400, 64)
+    return lambda: StepRecorder().capture(lambda: out.copy_(NORM.rms_norm(x, weight, 1e-5))), x, out
 
 
 def decode(host, names):
@@ -62,7 +75,7 @@ def test_steps_of_as_many_tokens_as_came_twice_are_replayed_with_the_tokens_of_e
         assert got == prompt + reference.greedy(prompt, len(got) - len(prompt))
     assert len(host.tokens["a"]) == len(prompts["a"]) + 1 + len(counts)
     assert seen == [1, 3, 4, 2] * 2, "what comes for the third time is replayed without the model's Python"
-    assert host.records.totals == {
+    assert host.records.counts.totals == {
         "eager_first_sizes": 4 + 4, "graph_captures": 4, "graph_replays": len(counts) - 8}
 
 
@@ -82,7 +95,7 @@ def test_chunks_of_prompts_beside_decodes_are_replayed_whatever_rows_they_are_of
         got = host.tokens[name]
         assert got == prompt + reference.greedy(prompt, len(got) - len(prompt))
     assert len(host.tokens["a"]) == 3 + 1 + 2 * 13
-    assert host.records.totals["graph_replays"] >= 2 * 10
+    assert host.records.counts.totals["graph_replays"] >= 2 * 10
 
 
 def test_any_numbers_of_drafts_are_replayed(make, reference, script):
@@ -106,7 +119,7 @@ def test_any_numbers_of_drafts_are_replayed(make, reference, script):
     for name in "ab":
         assert host.tokens[name] == truth[name][: len(host.tokens[name])]
     assert sum(row.accepted for verdict in host.verdicts for row in verdict.rows) == 6
-    assert host.records.totals["graph_replays"] == 2, "of five tokens each time"
+    assert host.records.counts.totals["graph_replays"] == 2, "of five tokens each time"
 
 
 def test_longer_steps_than_are_recorded_run_eagerly_and_say_so(make):
@@ -116,18 +129,22 @@ def test_longer_steps_than_are_recorded_run_eagerly_and_say_so(make):
         host.prefill(name)
     decode(host, "abc")
     assert host.verdicts[-1].counts == {"eager_long_steps": 1}
-    assert host.records.totals == {"eager_long_steps": 4}
+    assert host.records.counts.totals == {"eager_long_steps": 4}
 
 
 def test_records_that_are_not_used_are_let_go(monkeypatch):
     monkeypatch.setattr(records, "MOST_RECORDS", 2)
     passes = []
     forward = RecordedForward(StepRecorder(), lambda x: passes.append(len(x)) or [x * 2], 8)
-    for size in (1, 2, 3, 1, 2, 1, 3, 1, 2, 3) * 2:
+    for size in (1, 1, 2, 2, 1, 3, 3):  # each is recorded when it comes for the second time; 1 is used after 2
         x = torch.randn(size)
         assert torch.equal(*forward(x), x * 2)
-    assert forward.totals["graph_captures"] > 3
-    assert len(forward._records) == 2
+    assert list(forward._records) == [(1,), (3,)]
+    before = len(passes)
+    forward(torch.randn(1))
+    assert len(passes) == before
+    forward(torch.randn(2))
+    assert len(passes) == before + 1, "what was let go is recorded again"
 
 
 def test_results_are_not_changed_by_the_next_step():
@@ -137,14 +154,12 @@ def test_results_are_not_changed_by_the_next_step():
     for x, more, same in kept:
         assert torch.equal(more, x + 1)
         assert torch.equal(same, x)
-    assert forward.totals["graph_replays"] == 3
+    assert forward.counts.totals["graph_replays"] == 3
 
 
 def test_what_is_neither_a_kernel_nor_an_operator_is_found_out_at_the_start(make, model, caplog):
-    embedding = model.embedding.numpy()
-
     def forward(inputs, positions, attend, step=model.forward):
-        return step(inputs, positions, attend) + torch.from_numpy(embedding[inputs.numpy()])
+        return step(inputs, positions, attend) + ctypes.c_int64.from_address(inputs.data_ptr()).value
 
     model.forward = forward
     with pytest.raises(ConfigError, match=r"gives other numbers than the step.*choose 'auto' or 'off'"):
@@ -152,6 +167,48 @@ def test_what_is_neither_a_kernel_nor_an_operator_is_found_out_at_the_start(make
     host = make(full=False)
     assert host.records is None
     assert "graphs: off after all, since a replayed step gives other numbers" in caplog.text
+
+
+def test_what_is_done_for_wanted_tokens_alone_is_tried_at_the_start_too(make, model, monkeypatch):
+    def forward_some(inputs, positions, attend, wanted):
+        return model.forward(inputs, positions, attend)[wanted.tolist()]
+
+    model.forward_some = forward_some
+    with pytest.raises(ConfigError, match="Tensor.tolist makes Python wait"):
+        make()
+
+
+def test_a_fault_while_a_step_is_recorded_harms_nobody(make, model, reference, monkeypatch, caplog):
+    host, like = make(), Arena.like
+    for name in "ab":
+        host.new(name, [5, 6, 7])
+        host.prefill(name)
+    monkeypatch.setattr(Arena, "like", lambda self, tensor: like(self, tensor) if len(tensor) > 1 else 1 / 0)
+    for names in ("a", "ab", "a", "ab", "a", "ab"):
+        decode(host, names)
+    for name, count in {"a": 7, "b": 4}.items():
+        assert host.tokens[name] == [5, 6, 7, *reference.greedy([5, 6, 7], count)]
+    assert "of 1 tokens, run eagerly, since recording it raised ZeroDivisionError" in caplog.text
+    assert host.records.counts.totals["graph_replays"] == 1, "of two tokens"
+
+
+def test_another_attention_backend_is_recorded_only_if_it_brings_a_recorder_along(model):
+    settings = WorkerSettings("float32", "cpu", 160, 256, 6, graphs=(GraphKey(64, 1),))
+    worker = ModelWorker(
+        model, model.facts({}), CPUAttention(), NoSpeculator(), (), settings, lambda: 0.0)
+    groups = {spec.group: GroupPlan(50, 4) for spec in worker.info().cache_specs}
+    worker.allocate(CachePlan(groups))
+    assert worker._runner.records is not None
+    first = worker._placed.device
+    for backend, recorded in (
+        (TorchAttention(TorchAttention.Options(graphs=True)), False), (CPUAttention(), True),
+    ):
+        worker.prepare({"attention": backend})
+        worker.exchange(CachePlan(groups), False, Take.PREPARED)
+        assert (worker._runner.records is not None) is recorded
+        assert worker._runner.graphs is None
+    assert worker._placed.device is not first
+    worker.close()
 
 
 def test_a_step_that_looks_at_numbers_cannot_be_recorded_and_stays_eager(make, model, reference, caplog):
@@ -167,8 +224,8 @@ def test_a_step_that_looks_at_numbers_cannot_be_recorded_and_stays_eager(make, m
     for _ in range(4):
         decode(host, "ab")
     assert host.tokens["b"] == [5, 6, 7, *reference.greedy([5, 6, 7], 5)]
-    assert caplog.text.count("steps of 2 tokens run eagerly, since aten.item") == 1
-    assert host.records.totals["eager_uncaptured"] == 2
+    assert caplog.text.count("of 2 tokens, run eagerly, since aten.item") == 1
+    assert host.records.counts.totals["eager_uncaptured"] == 2
 
 
 # The recorder
@@ -201,22 +258,38 @@ def test_a_replay_reads_what_is_there_now_and_runs_no_python():
     assert len(calls) == 2 + 4
 
 
-def test_a_record_outlives_the_thread_that_made_it_and_shares_no_words_with_others():
-    operators, recorder, replays = CPUOperators().bind("cpu", torch.float32), StepRecorder(), []
-    weight, inputs, outs = torch.rand(64), torch.randn(2, 5, 64), torch.zeros(2, 5, 64)
+def test_a_record_outlives_the_thread_that_made_it(recorded_norm):
+    (record, x, out), expected = recorded_norm, []
+    replays = []
+    thread = threading.Thread(target=lambda: replays.append(record()))
+    thread.start()
+    thread.join()
+    for _ in range(3):
+        x.normal_()
+        replays[0]()
+        expected.append(torch.equal(out, NORM.rms_norm(x, torch.ones(64), 1e-5)))
+    assert expected == [True] * 3
 
-    def record(place):
-        replays.append(recorder.capture(lambda: outs[place].copy_(operators.rms_norm(inputs[place], weight, 1e-5))))
 
-    for place in range(2):
-        thread = threading.Thread(target=record, args=(place,))
-        thread.start()
-        thread.join()
-    expected = torch.stack([operators.rms_norm(x, weight, 1e-5) for x in inputs])
-    outs.zero_()
-    for replay in replays:
-        replay()
-    assert torch.equal(outs, expected)
+def test_a_record_has_words_of_its_own_while_the_layer_is_called_elsewhere(recorded_norm):
+    record, x, out = recorded_norm
+    replay, other, wrong = record(), torch.randn(400, 64), []
+    expected, others = NORM.rms_norm(x, torch.ones(64), 1e-5), NORM.rms_norm(other, torch.ones(64), 1e-5)
+    done = threading.Event()
+
+    def again():
+        while not done.is_set():
+            replay()
+            wrong.append(not torch.equal(out, expected))
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    for _ in range(500):
+        assert torch.equal(NORM.rms_norm(other, torch.ones(64), 1e-5), others)
+    done.set()
+    thread.join()
+    assert len(wrong) > 20
+    assert not any(wrong)
 
 
 def test_records_share_the_memory_of_what_is_alive_only_within_them():
@@ -251,7 +324,7 @@ def test_memory_of_the_arena_is_given_out_once_at_a_time():
         else:
             tensor = arena.like(torch.empty(int(random.integers(0, 5000)), dtype=torch.int32))
             alive.append((tensor.fill_(turn), turn))
-    lent = arena.lent(alive[0][0][3:])
+    lent = arena.borrowed(alive[0][0][3:])
     assert lent.data_ptr() == alive[0][0][3:].data_ptr()
     assert len({tensor.data_ptr() for tensor, _ in alive}) == len(alive)
     taken = arena.nbytes
@@ -261,15 +334,16 @@ def test_memory_of_the_arena_is_given_out_once_at_a_time():
         arena.like(torch.empty(4000, dtype=torch.int32))
     assert arena.nbytes == taken
     outside = torch.zeros(3)
-    assert arena.lent(outside) is outside
+    assert arena.borrowed(outside) is outside
 
 
 @pytest.mark.parametrize("look", [
     lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: bool((x > 0).all()),
     lambda x: torch.where(x > 0), lambda x: torch.allclose(x, x), lambda x: x.repeat_interleave(x.long()),
-], ids=["item", "nonzero", "mask", "truth", "where", "allclose", "repeat"])
+    lambda x: x[x.to(torch.uint8)], lambda x: x.tolist(), lambda x: x.numpy(), lambda x: np.asarray(x),
+], ids=["item", "nonzero", "mask", "truth", "where", "allclose", "repeat", "bytes", "tolist", "numpy", "array"])
 @pytest.mark.parametrize("inference", [True, False])
 def test_what_python_waits_for_is_named(look, inference):
     with torch.inference_mode(inference), pytest.raises(
-            CaptureError, match=r"aten.* makes Python wait for what tensors hold"):
+            CaptureError, match=r"(aten|Tensor)\..* makes Python wait for what tensors hold"):
         StepRecorder().capture(lambda: look(torch.ones(3)))
