@@ -132,7 +132,9 @@ def _obstacle(
     """Why no step can be captured, None where some can. ``recorded``: the backend brings along what captures."""
     kind = device.partition(":")[0]
     if not recorded and kind not in DEVICES:
-        return f"the device is {kind}, and graphs need {' or '.join(DEVICES)}"
+        return (
+            f"the device is {kind}, and graphs need {' or '.join(DEVICES)} or an attention backend that records steps "
+            f"itself, as {attention.label} does not")
     if level == GraphLevel.NEVER:
         return f"{attention.label} does not say that its steps may be captured"
     if dtype not in facts.capturable:

@@ -55,6 +55,7 @@ class ModelWorker:
         self._keys = self._keys_to_capture()
         device = capturing_device(settings.device, attention) if self._keys else None
         self._on_demand = device is not None and device.on_demand
+        self._verified: set[type[AttentionBackend]] = set()
         self._chooser = TokenChooser(
             processors if mesh.is_last and mesh.leads else (), facts.vocab_size, settings.device)
         self._placed = self._place(attention, speculator, self._keys, device)
@@ -131,7 +132,11 @@ class ModelWorker:
             device = self._placed.device
         else:
             device = capturing_device(self._settings.device, attention) if keys else None
-        return (keys, device) if device is not None and device.on_demand == self._on_demand else ((), None)
+        if device is not None and device.on_demand == self._on_demand:
+            return keys, device
+        if self._keys:
+            self._without_graphs(f"{attention.label} brings nothing along that captures the steps chosen at the start")
+        return (), None
 
     def _rehearse(self, placed: Placed) -> None:
         """With the page sizes that there are, where the backend takes them."""
@@ -259,9 +264,11 @@ class ModelWorker:
         try:
             with torch.inference_mode():
                 cache.plan(padding_layout(table, list(shapes), self._settings.device))
-                records.verify((zero, zero, None), (one, one, None))
-                if self._mesh.is_last and not placed.needs.taps:
-                    records.verify((zero, zero, zero), (one, one, zero))  # of the wanted token alone
+                if type(placed.attention) not in self._verified:  # once, since in an exchange requests wait
+                    records.verify((zero, zero, None), (one, one, None))
+                    if self._mesh.is_last and not placed.needs.taps:
+                        records.verify((zero, zero, zero), (one, one, zero))  # of the wanted token alone
+                    self._verified.add(type(placed.attention))
                 if placed.needs.step is not None:
                     placed.own_cache.record(placed.needs.step, device, most)
         except CaptureError as error:

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -192,23 +193,29 @@ def test_a_fault_while_a_step_is_recorded_harms_nobody(make, model, reference, m
     assert host.records.counts.totals["graph_replays"] == 1, "of two tokens"
 
 
-def test_another_attention_backend_is_recorded_only_if_it_brings_a_recorder_along(model):
+def test_another_attention_backend_is_recorded_only_if_it_brings_a_recorder_along(model, caplog):
     settings = WorkerSettings("float32", "cpu", 160, 256, 6, graphs=(GraphKey(64, 1),))
     worker = ModelWorker(
         model, model.facts({}), CPUAttention(), NoSpeculator(), (), settings, lambda: 0.0)
     groups = {spec.group: GroupPlan(50, 4) for spec in worker.info().cache_specs}
     worker.allocate(CachePlan(groups))
     assert worker._runner.records is not None
-    first = worker._placed.device
-    for backend, recorded in (
-        (TorchAttention(TorchAttention.Options(graphs=True)), False), (CPUAttention(), True),
-    ):
+    first, passes = worker._placed.device, []
+    model.before_forward = lambda ids: passes.append(len(ids))
+    other = TorchAttention(TorchAttention.Options(graphs=True))
+    for backend, recorded in ((other, False), (CPUAttention(), True)):
         worker.prepare({"attention": backend})
         worker.exchange(CachePlan(groups), False, Take.PREPARED)
         assert (worker._runner.records is not None) is recorded
         assert worker._runner.graphs is None
     assert worker._placed.device is not first
+    assert not passes, "what was tried at the start is not tried again while requests wait"
+    assert caplog.text.count("graphs: off after all, since attention:TorchAttention brings nothing along") == 1
     worker.close()
+    strict = ModelWorker(
+        model, model.facts({}), CPUAttention(), NoSpeculator(), (), replace(settings, needs_graphs=True), lambda: 0.0)
+    with pytest.raises(ConfigError, match="'full' was asked for, but attention:TorchAttention brings nothing along"):
+        strict.prepare({"attention": other})
 
 
 def test_a_step_that_looks_at_numbers_cannot_be_recorded_and_stays_eager(make, model, reference, caplog):
