@@ -19,6 +19,7 @@ from hotswap.core.execution.batch import Batch, Cohort
 from hotswap.core.execution.buffers import RequestTable, Resident
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import ChoiceRows, Choices, TokenChooser
+from hotswap.core.execution.events import EventCounts
 from hotswap.core.execution.graphs import StepGraphs
 from hotswap.core.execution.layout import IntArray, batch_layout, spread
 from hotswap.core.execution.logprobs import prompt_logprobs
@@ -60,11 +61,10 @@ class ModelRunner:
         self._speculation = speculation
         self._chooser, self._transfer = chooser, transfer
         self._clock = clock
-        # Captured steps of the model and of the speculator, or else recorded ones: set by the worker, if there are any.
+        # Captured steps of the model, or else recorded ones, and what those of the speculator count: set by the worker.
         self.graphs: StepGraphs | None = None
-        self.draft_graphs: StepGraphs | None = None
         self.records: RecordedForward | None = None
-        self.draft_records: RecordedForward | None = None
+        self.draft_events: EventCounts | None = None
 
     def execute(self, message: StepMessage) -> Verdict:
         """What goes wrong outside a single row is the step's error, and its requests have failed. Raises only where
@@ -184,8 +184,8 @@ class ModelRunner:
             verdict.durations |= {"propose": propose, "forward": compute, "sample": finish, "observe": observe}
             if dropped + distrusted:
                 verdict.counts["dropped_proposals"] = dropped + distrusted
-            for graphs in self._all_graphs():
-                verdict.counts |= graphs.counts.news()
+            for events in self._events():
+                verdict.counts |= events.news()
             verdict.rows = reports
         if refused:
             verdicts = refused | {report.request: report for report in verdict.rows}
@@ -193,15 +193,16 @@ class ModelRunner:
 
     def graph_totals(self) -> dict[str, int]:
         """What was counted of captured and eager steps since the start."""
-        return {event: n for graphs in self._all_graphs() for event, n in graphs.counts.totals.copy().items()}
+        return {event: n for events in self._events() for event, n in events.totals.copy().items()}
 
     def forget_graphs(self) -> None:
         """They know the runner, and hold memory."""
-        self.graphs = self.draft_graphs = self.records = self.draft_records = None
+        self.graphs = self.records = self.draft_events = None
 
-    def _all_graphs(self) -> list[StepGraphs | RecordedForward]:
-        known = (self.graphs, self.draft_graphs, self.records, self.draft_records)
-        return [graphs for graphs in known if graphs is not None]
+    def _events(self) -> list[EventCounts]:
+        own = self.graphs or self.records
+        mine = own.counts if own is not None else None
+        return [events for events in (mine, self.draft_events) if events is not None]
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None,

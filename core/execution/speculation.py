@@ -15,6 +15,7 @@ from hotswap.core.errors import ComponentError
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import blaming
+from hotswap.core.execution.events import EventCounts
 from hotswap.core.execution.graphs import StepGraphs
 from hotswap.core.execution.layout import IntArray, batch_layout
 from hotswap.core.execution.records import RecordedForward, padding_layout
@@ -72,6 +73,12 @@ class SpeculatorCache:
 
         self.graphs = StepGraphs(keys, device, table, cache, windows, forward, self._device, "draft_")
         self.graphs.capture(progress, reserved)
+
+    @property
+    def events(self) -> EventCounts | None:
+        """What its captured or recorded steps count."""
+        own = self.graphs or self.records
+        return own.counts if own is not None else None
 
     def record(self, step: DraftStep, device: GraphDevice, most: int) -> None:
         """Have ``step`` recorded when as many rows come again, up to ``most``. CaptureError where it cannot be."""

@@ -250,7 +250,7 @@ class ModelWorker:
             if step is not None:
                 keys = [key for key in placed.keys if key.queries == 1]
                 placed.own_cache.capture(step, keys, device, own, settings.progress, self._draft_graph_bytes(placed))
-                runner.draft_graphs = placed.own_cache.graphs
+                runner.draft_events = placed.own_cache.events
 
     def _record(
         self, runner: ModelRunner, device: GraphDevice, table: RequestTable, cache: PagedCache,
@@ -274,7 +274,7 @@ class ModelWorker:
         except CaptureError as error:
             self._without_graphs(str(error), error)
         else:
-            runner.records, runner.draft_records = records, placed.own_cache.records
+            runner.records, runner.draft_events = records, placed.own_cache.events
 
     def execute(self, message: StepMessage) -> Verdict:
         assert self._runner is not None, "execute before allocate"
