@@ -88,21 +88,27 @@ class RecordedForward:
             self.counts.add("eager_first_sizes")
         elif not self._seen[sizes]:
             self.counts.add("eager_uncaptured")
-        else:
-            try:
-                replay, outputs, results = self._record(sizes, inputs)
-            except CaptureError as error:
-                self._seen[sizes] = False
-                if str(error) not in self._reasons:
-                    logger.warning("steps such as this one, of %s tokens, run eagerly, since %s", sizes[0], error)
-                self._reasons.add(str(error))
-            else:
-                self._records[sizes] = replay, outputs
-                if len(self._records) > MOST_RECORDS:
-                    self._records.popitem(last=False)
-                self.counts.add("graph_captures")
-                return results
+        elif (results := self._keep_record(sizes, inputs)) is not None:
+            return results
         return self._eagerly(inputs)
+
+    def _keep_record(
+        self, sizes: _Sizes, inputs: Sequence[torch.Tensor | None],
+    ) -> Sequence[torch.Tensor] | None:
+        """The results, where the pass can be recorded."""
+        try:
+            replay, outputs, results = self._record(sizes, inputs)
+        except CaptureError as error:
+            self._seen[sizes] = False
+            if str(error) not in self._reasons:
+                logger.warning("steps such as this one, of %s tokens, run eagerly, since %s", sizes[0], error)
+            self._reasons.add(str(error))
+            return None
+        self._records[sizes] = replay, outputs
+        if len(self._records) > MOST_RECORDS:
+            self._records.popitem(last=False)
+        self.counts.add("graph_captures")
+        return results
 
     def _eagerly(self, inputs: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
         results = self._forward(*inputs)
