@@ -30,6 +30,7 @@ from hotswap.plugins.cpu.attention_places import (
     write_tokens,
 )
 from hotswap.plugins.cpu.attention_plan import item_at, plan, whole
+from hotswap.plugins.cpu.attention_softmax import LEAST, soften, softmax
 from hotswap.plugins.cpu.machine import (
     called,
     clear,
@@ -55,9 +56,6 @@ FLOAT32, BFLOAT16, FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 
 NOTHING = np.float32(-np.inf)
 """The score of a key that a query does not see."""
-
-LEAST = np.finfo(np.float32).min
-"""Less than any score of a key that it sees."""
 
 PAIRS, SINGLES = (np.uint8(0),), (np.int8(0),)
 PAIRS_64, PAIRS_128 = PAIRS * 5, PAIRS * 9
@@ -163,19 +161,15 @@ def _score_short(at, item, scratch, places, kind, form):
     """Few lines: keys and values are read once for up to four of them, and never stored in another form."""
     lines, stride, width = item[w.COUNT] * at[w.GROUP], at[w.PADDED] * 4, w.SHORT_PART * 4
     scores, begin, count = scratch + at[w.SCORES], item[w.BEGIN], item[w.END] - item[w.BEGIN]
-    most = float32_at(scratch + at[w.GREATEST])
-    totals = float32_at(scratch + at[w.TOTALS])
-    vectors = whole(count, row_loops.lanes())
+    columns = whole(count, row_loops.lanes()) * row_loops.lanes()
     _take_queries(at, item, lines, scratch, kind, form)
     for first in range(0, lines, 4):
         loops.score(
             scratch + first * stride, stride, at[w.KEY_CACHE], places, count, at[w.HEAD_DIM],
             scores + first * width, width, float_of(at[w.SCALE]), lines - first, at[w.VALUE_CACHE], kind, form)
     for line in range(lines):
-        row = scores + line * width
-        _hide(at, item, line, begin, count, row, vectors * row_loops.lanes())
-        most[line] = larger(LEAST, row_loops.greatest(row, vectors))
-        totals[line] = row_loops.powers(row, vectors, most[line])
+        _hide(at, item, line, begin, count, scores + line * width, columns)
+    softmax(scores, width, lines, columns, scratch + at[w.GREATEST], scratch + at[w.TOTALS], kind, form)
 
 
 @inlined
@@ -248,7 +242,7 @@ def _attend_tile(at, item, scratch, first, some, early, late, begin, end, kind, 
             at[w.WINDOW] > 0 and begin <= late - at[w.WINDOW]):
         for line in range(some):
             _hide(at, item, first + line, begin, end - begin, scores + line * width, seen)
-    products.soften(
+    soften(
         scores, width, some, seen, scratch + at[w.GREATEST] + first * 4,
         scratch + at[w.LANE_TOTALS] + first * lanes * 4, sums, stride, at[w.PADDED], kind, form)
     products.multiply_add(

@@ -6,9 +6,9 @@ beginning of the cache on its vector is, int64. ``size`` is the numbers of a vec
 *Pairs*: two bfloat16 that follow each other, in the place of a float32. Processors with AVX512_BF16 multiply both, and
 add both products to a float32, with one instruction: nothing needs to be converted. A pair's products are exact: scores
 differ from those of single numbers by the order of sums alone, and in that numbers below 10^-38 count as zero. Where
-values are multiplied in pairs, which is in long rows, their weights are rounded to bfloat16, as FlashAttention rounds
-them: each by one part in 2^8 at most, so that a result is off by no more than 2^-8 of its values' mean magnitude under
-the weights, and its own rounding to bfloat16 costs up to as much once more. Sums and totals stay float32.
+values are multiplied in pairs their weights are rounded to bfloat16, as FlashAttention rounds them: each by one part in
+2^8 at most, so that a result is off by no more than 2^-8 of its values' mean magnitude under the weights, and its own
+rounding to bfloat16 costs up to as much once more. Sums and totals stay float32.
 
 What is to be multiplied in pairs is said by ``form``, by its type: a tuple of uint8, or of int8 for single numbers. Its
 length says how large heads are: 1 + n for n times 16 numbers, which makes loops that need no counting, or 1 for any.
@@ -184,56 +184,82 @@ def weigh(
     typing, weights, weights_stride, base, places, count, size, sums, sums_stride, lines, keys, later, kind, form,
 ):
     """The sums of ``count`` values, whole vectors of weights, under ``lines`` rows of these, four at most, into rows of
-    float32. Each value is read once. Memory is asked for ``AHEAD`` values ahead, and behind the last for ``keys`` at
-    the places ``later``."""
+    float32. Weights are float32, or bfloat16 where they are multiplied in pairs. Each value is read once. Memory is
+    asked for ``AHEAD`` values ahead, and behind the last for ``keys`` at the places ``later``."""
 
     def generate(context, builder, signature, arguments):
         weights, weights_stride, base, places, count, size, sums, sums_stride, lines, keys, later_places, *_ = arguments
         code, in_all = Code(context, builder), size
+        values = _Values(code, kind, form, multiplies_pairs(context, kind, form))
         later = _Later(code, count, (base, places), (keys, later_places))
-        twos = kind == types.uint16 and form.dtype == types.uint8  # two numbers are read at once
-        step, numbers = (4, 2) if twos else (code.size_of(kind), 1)
-        size = known_size(form, builder.udiv(size, I64(numbers)), numbers)
-        at_once = BLOCK if isinstance(size, int) else 1
-
-        def vectors_of(row, offset, mask):
-            raw = code.read(code.add(row, offset), types.float32 if twos else kind, mask)
-            return code.halves(raw) if twos else [raw]
+        size = known_size(form, builder.udiv(size, I64(values.numbers)), values.numbers)
+        at_once = BLOCK if isinstance(size, int) else 2
 
         def columns(line_count, element, width, mask):
-            totals = [[code.variable(code.zero) for _ in range(numbers * width)] for _ in range(line_count)]
-            there = code.scaled(element, step)
+            totals = [[code.variable(code.zero) for _ in range(values.numbers * width)] for _ in range(line_count)]
+            there = code.scaled(element, values.step)
             with code.loop(builder.udiv(count, I64(at_once))) as group:
                 first = code.scaled(group, at_once)
                 wanted, at = later.rows(first, at_once), builder.add(places, code.scaled(first, 8))
                 rows = [builder.add(builder.add(base, code.index(code.add(at, 8 * i))), there) for i in range(at_once)]
-                for key, row in enumerate(rows):
-                    for i in range(0, width * code.lanes * step, LINE):
-                        code.prefetch(code.add(builder.add(wanted[key], there), i), NEAR)
-                    values = [
-                        value for i in range(width) for value in vectors_of(row, i * code.lanes * step, mask)]
+                for row in wanted:
+                    for i in range(0, width * code.lanes * values.step, LINE):
+                        code.prefetch(code.add(builder.add(row, there), i), NEAR)
+                for key, vectors in values.read(rows, width, mask):
                     for line, line_totals in enumerate(totals):
                         weight = code.spread(builder.add(
                             builder.add(weights, code.scaled(weights_stride, line)),
-                            code.scaled(code.add(first, key), 4)))
-                        for total, value in zip(line_totals, values, strict=True):
-                            builder.store(code.multiply_add(weight, value, builder.load(total)), total)
+                            code.scaled(code.add(first, key), values.weight_size)))
+                        for total, vector in zip(line_totals, vectors, strict=True):
+                            builder.store(values.add(weight, vector, builder.load(total)), total)
             for line, line_totals in enumerate(totals):
                 target = builder.add(
-                    builder.add(sums, code.scaled(sums_stride, line)), code.scaled(element, 4 * numbers))
-                found = [builder.load(total) for total in line_totals]
-                if twos:
-                    found = [one for i in range(0, len(found), 2) for one in code.zipped(found[i], found[i + 1])]
-                for i, total in enumerate(found):
+                    builder.add(sums, code.scaled(sums_stride, line)), code.scaled(element, 4 * values.numbers))
+                for i, total in enumerate(values.ordered([builder.load(total) for total in line_totals])):
                     exists = builder.icmp_signed("<", code.add(code.scaled(element, 2), i * code.lanes), in_all)
                     with builder.if_then(exists) if mask is not None and i else nullcontext():
                         code.store(total, code.add(target, i * code.step))
 
         for line_count in code.cases(lines, BLOCK):
-            code.over_row(size, BLOCK // numbers, partial(columns, line_count))
+            code.over_row(size, BLOCK // values.numbers, partial(columns, line_count))
         return context.get_dummy_value()
 
     return types.void(*[WORD] * 11, kind, form), generate
+
+
+class _Values:
+    """How values are read, multiplied with weights, and put in order again: one number in each lane; or two that follow
+    each other, of which each half of a lane is made a float32; or those of two keys in pairs, number beside number."""
+
+    def __init__(self, code, kind, form, pairs):
+        self._code, self._pairs = code, pairs
+        self._twos = kind == types.uint16 and form.dtype == types.uint8
+        self._kind = types.float32 if self._twos else kind
+        self.step, self.numbers = (4, 2) if self._twos else (code.size_of(kind), 1)  # bytes of a lane; its numbers
+        self.weight_size = 2 if pairs else 4
+        self.add = code.multiply_add_pairs if pairs else code.multiply_add
+
+    def read(self, rows, width, mask):
+        """(which key, vectors) for each of ``rows``, or each two of them: what is to be multiplied with a weight, or
+        with two."""
+        code = self._code
+        found = [
+            [code.read(code.add(row, i * code.lanes * self.step), self._kind, mask) for i in range(width)]
+            for row in rows]
+        if self._pairs:
+            for key in range(0, len(rows), 2):
+                both = zip(found[key], found[key + 1], strict=True)
+                yield key, [half for first, second in both for half in code.paired(first, second)]
+        else:
+            for key, vectors in enumerate(found):
+                yield key, [half for raw in vectors for half in (code.halves(raw) if self._twos else [raw])]
+
+    def ordered(self, sums):
+        """As the numbers of a row follow each other, from the sums of what :meth:`read` gives."""
+        if not self._twos:
+            return sums
+        in_order = self._code.unpaired if self._pairs else self._code.zipped
+        return [one for i in range(0, len(sums), 2) for one in in_order(sums[i], sums[i + 1])]
 
 
 @intrinsic

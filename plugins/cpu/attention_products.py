@@ -1,79 +1,16 @@
-"""The loops of long rows of attention: products of many queries with keys that are turned first, and the softmax.
+"""The loops of long rows of attention: products of many queries with keys that are turned first.
 
 See :mod:`.vectors` for the conventions, and :mod:`.attention_loops` for places and forms.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from functools import reduce
-
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from hotswap.plugins.cpu.attention_loops import WORD, known_size, multiplies_pairs
-from hotswap.plugins.cpu.attention_words import ROWS_AT_ONCE, SLACK
-from hotswap.plugins.cpu.vectors import BLOCK, F32, I32, I64, Code, integer, number, vector
-
-
-@intrinsic
-def soften(
-    typing, scores, scores_stride, lines, columns, most, totals, sums, sums_stride, padded, kind, form,
-):
-    """The online softmax of ``lines`` rows of scores, ``columns`` each, in whole vectors: weights take their place, as
-    bfloat16 where they are to be multiplied in pairs. Of each line a float32 at ``most`` is the score whose weight is
-    1, and a vector at ``totals`` has the sums of weights, lane by lane. A score that exceeds ``most`` by more than
-    ``SLACK`` takes its place; then all that has been summed is brought to it."""
-
-    def generate(context, builder, signature, arguments):
-        scores, scores_stride, lines, columns, most, totals, sums, sums_stride, padded, *_ = arguments
-        code = Code(context, builder)
-        written = types.uint16 if multiplies_pairs(context, kind, form) else types.float32
-        with code.loop(lines) as line:
-            row, summed = (
-                builder.add(base, builder.mul(line, stride)) for base, stride in
-                ((scores, scores_stride), (sums, sums_stride)))
-            place, total_place = (
-                builder.add(base, code.scaled(line, size)) for base, size in ((most, 4), (totals, code.step)))
-            before = code.spread(place)
-            found, shift = code.variable(number(float("-inf"), code.lanes)), code.variable(before)
-
-            def compare(element, width, mask, row=row, found=found):
-                at = builder.add(row, code.scaled(element, 4))
-                values = [code.load(code.add(at, i * code.step)) for i in range(width)]
-                builder.store(reduce(code.greater, [*values, builder.load(found)]), found)
-
-            code.over_row(columns, BLOCK, compare, whole=True)
-            beyond = builder.fcmp_ordered(
-                ">", builder.load(found), builder.fadd(before, number(float(SLACK), code.lanes)))
-            bits = ir.IntType(code.lanes)
-            with builder.if_then(builder.icmp_unsigned("!=", builder.bitcast(beyond, bits), bits(0)), likely=False):
-                greatest = code.single(builder.load(found), code.greater)
-                builder.store(greatest, code.at(place, F32), align=4)
-                now = code.everywhere(greatest)
-                builder.store(now, shift)
-                factor = code.power(builder.fsub(before, now))
-                code.store(builder.fmul(code.load(total_place), factor), total_place)
-                with code.loop(builder.udiv(padded, I64(code.lanes))) as i:
-                    at = builder.add(summed, code.scaled(i, code.step))
-                    code.store(builder.fmul(code.load(at), factor), at)
-            shift = builder.load(shift)
-            total = code.variable(code.load(total_place))
-
-            def replace(element, width, mask, row=row, shift=shift, total=total):
-                at = builder.add(row, code.scaled(element, 4))
-                values = [code.load(code.add(at, i * code.step)) for i in range(width)]
-                values = [code.power(builder.fsub(value, shift)) for value in values]
-                for i, value in enumerate(values):
-                    builder.store(builder.fadd(builder.load(total), value), total)
-                    here = code.scaled(code.add(element, i * code.lanes), code.size_of(written))
-                    code.write(value, builder.add(row, here), written)
-
-            code.over_row(columns, BLOCK, replace, whole=True)
-            code.store(builder.load(total), total_place)
-        return context.get_dummy_value()
-
-    return types.void(*[WORD] * 9, kind, form), generate
+from hotswap.plugins.cpu.attention_words import ROWS_AT_ONCE
+from hotswap.plugins.cpu.vectors import I32, I64, Code, integer, vector
 
 
 def _multiply(code, arguments, pairs, factor=None):

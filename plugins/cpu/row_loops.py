@@ -1,11 +1,11 @@
-"""Loops over one row of numbers: conversion, sums, softmax; see :mod:`.vectors` for the conventions."""
+"""Loops over one row of numbers: conversion, sums, softcap; see :mod:`.vectors` for the conventions."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from numba import types
 from numba.extending import intrinsic
 
-from hotswap.plugins.cpu.vectors import F32, I32, I64, Code, number
+from hotswap.plugins.cpu.vectors import F32, I32, I64, Code
 
 WORD = types.int64
 
@@ -83,45 +83,8 @@ def add(typing, row, other, factor, count):
 
 
 @intrinsic
-def greatest(typing, row, count):
-    """Of a row of whole vectors; NaN is passed over."""
-
-    def generate(context, builder, signature, arguments):
-        row, count = arguments
-        code = Code(context, builder)
-        found = code.variable(number(float("-inf"), code.lanes))
-        with code.loop(count) as i:
-            value = code.load(builder.add(row, code.scaled(i, code.step)))
-            builder.store(code.greater(value, builder.load(found)), found)
-        return code.single(builder.load(found), code.greater)
-
-    return types.float32(WORD, WORD), generate
-
-
-@intrinsic
-def powers(typing, row, count, greatest):
-    """2 to each number of a row, less ``greatest``, in place; returns their sum."""
-
-    def generate(context, builder, signature, arguments):
-        row, count, most = arguments
-        code = Code(context, builder)
-        most = code.everywhere(most)
-        total = code.variable(code.zero)
-
-        def weight(score):
-            value = code.power(builder.fsub(score, most))
-            builder.store(builder.fadd(builder.load(total), value), total)
-            return value
-
-        _replace(code, row, count, weight)
-        return code.single(builder.load(total), builder.fadd)
-
-    return types.float32(WORD, WORD, types.float32), generate
-
-
-@intrinsic
 def power(typing, exponent):
-    """2 to ``exponent``, as :func:`powers` has it."""
+    """2 to ``exponent``, as in rows of weights."""
 
     def generate(context, builder, signature, arguments):
         code = Code(context, builder)

@@ -183,6 +183,25 @@ class Code:
         n = self.lanes
         return [self.pick(first, second, [x for i in range(at, at + n // 2) for x in (i, n + i)]) for at in (0, n // 2)]
 
+    def paired(self, first, second):
+        """Two vectors with a bfloat16 of each in every lane, from two that hold two of their own there: those of the
+        first two of each four lanes, and those of the last two, since processors interleave within four lanes."""
+        n = 2 * self.lanes
+        halves = vector(I16, n)
+        first, second = (self.builder.bitcast(raw, halves) for raw in (first, second))
+        found = (
+            self.pick(first, second, [x for f in range(at, n, 8) for i in range(f, f + 4) for x in (i, n + i)])
+            for at in (0, 4))
+        return [self.builder.bitcast(each, self.zero.type) for each in found]
+
+    def unpaired(self, low, high):
+        """float32 of the lanes that :meth:`paired` gives, as their numbers follow each other in a row."""
+        n = self.lanes
+        fours = [range(f, f + 4) for f in range(0, 2 * n, 4)]
+        in_turns = [four for both in zip(fours[: n // 4], fours[n // 4 :], strict=True) for four in both]
+        order = [lane for four in in_turns for lane in four]
+        return [self.pick(low, high, order[at : at + n]) for at in (0, n)]
+
     def write(self, value, address, kind, mask=None):
         self.put(self.narrow(value, kind), address, kind, mask)
 
