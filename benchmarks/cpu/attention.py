@@ -60,6 +60,7 @@ def cases(quick: bool) -> list[Case]:
         Case("a prompt of 128", ((128, 0),)), Case("a prompt of 512", ((512, 0),)),
         Case("a chunk of 512 behind 3500", ((512, 3500),)),
         Case("a chunk of 256 beside 32 decodes at 225", ((256, 256), *((1, 224),) * 32)),
+        Case("a chunk of 64 beside 64 decodes at 300", ((64, 256), *((1, 299),) * 64)),
     ]
 
 

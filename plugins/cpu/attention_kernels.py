@@ -21,6 +21,7 @@ from hotswap.plugins.cpu import attention_words as w
 from hotswap.plugins.cpu import row_loops
 from hotswap.plugins.cpu.attention_places import (
     ask_for_keys,
+    ask_for_spared,
     ask_for_tile,
     clear_pages,
     find,
@@ -130,8 +131,11 @@ def _attend(at, kind, form):
             _weigh_short(at, item, scratch, places, later if near else places, kind, form)
             if near:
                 ask_for_keys(at, item_at(at, work - blocks), later, smaller(item[w.END] - item[w.BEGIN], w.AHEAD))
+                ask_for_spared(at, at[w.KEY_CACHE], later, item[w.END] - item[w.BEGIN], 0, 2)
             places, later = later, places
         _finish(at, item, scratch, kind)
+        if near:
+            ask_for_spared(at, at[w.KEY_CACHE], places, item[w.END] - item[w.BEGIN], 2, 4)
 
 
 @called
@@ -168,8 +172,12 @@ def _score_short(at, item, scratch, places, kind, form):
             scratch + first * stride, stride, at[w.KEY_CACHE], places, count, at[w.HEAD_DIM],
             scores + first * width, width, float_of(at[w.SCALE]), lines - first, at[w.VALUE_CACHE], kind, form)
     for line in range(lines):
-        _hide(at, item, line, begin, count, scores + line * width, columns)
-    softmax(scores, width, lines, columns, scratch + at[w.GREATEST], scratch + at[w.TOTALS], kind, form)
+        if line < 3:
+            ask_for_spared(at, at[w.VALUE_CACHE], places, count, line, line + 1)
+        row = scores + line * width
+        _hide(at, item, line, begin, count, row, columns)
+        softmax(row, columns, scratch + at[w.GREATEST] + line * 4, scratch + at[w.TOTALS] + line * 4, kind, form)
+    ask_for_spared(at, at[w.VALUE_CACHE], places, count, smaller(lines, 3), 4)
 
 
 @inlined

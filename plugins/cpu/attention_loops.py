@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hotswap.plugins.cpu.attention_words import AHEAD
+from hotswap.plugins.cpu.attention_words import AHEAD, SPARED
 from hotswap.plugins.cpu.vectors import BLOCK, I64, LINE, Code, pairs_are_multiplied, vector
 
 WORD = types.int64
@@ -78,12 +78,12 @@ def score(
             vectors = [_vectors(code, row, known) for row in rows]
             with code.loop(groups) as group:
                 first = code.scaled(group, at_once)
-                at, wanted = builder.add(places, code.scaled(first, 8)), later.rows(first, at_once)
+                at = builder.add(places, code.scaled(first, 8))
                 found = []
                 for block in range(0, at_once, BLOCK):
                     keys = [builder.add(base, code.index(code.add(at, 8 * (block + i)))) for i in range(BLOCK)]
                     found.append(
-                        _products(code, vectors, keys, wanted[block : block + BLOCK], size, read_as, add))
+                        _products(code, vectors, keys, later.rows(code.add(first, block)), size, read_as, add))
                 for line, quarters in enumerate(zip(*found, strict=True)):
                     target = builder.add(builder.add(scores, code.scaled(scores_stride, line)), code.scaled(first, 4))
                     code.store(builder.fmul(code.fours(quarters), factor), target)
@@ -128,25 +128,26 @@ def _products(code, queries, keys, wanted, size, read_as, add):
 
 
 class _Later:
-    """What is read ``AHEAD`` vectors later: of ``here``, (base, places), and behind its ``count`` of ``following``.
+    """What is read later, of which memory is asked for four vectors for each four that are read: of ``here``, (base,
+    places), and behind its ``count`` of ``following``. It begins ``AHEAD`` vectors ahead, and one in ``SPARED`` is left
+    to be asked for between two loops.
 
     Where there are fewer than ``AHEAD`` of ``here``, as many of the others are asked for as there are."""
 
     def __init__(self, code, count, here, following):
-        self._code, self._here = code, here
-        b = code.builder
-        self._near = b.select(b.icmp_signed("<", count, I64(AHEAD)), count, I64(AHEAD))
-        self._left = b.sub(count, self._near)
-        self._following = following[0], b.sub(following[1], code.scaled(self._left, 8))
+        self._code, self._count, self._here, self._following = code, count, here, following
+        self._near = code.builder.select(code.builder.icmp_signed("<", count, I64(AHEAD)), count, I64(AHEAD))
 
-    def rows(self, first, count):
-        """Where those of ``count`` vectors from the number ``first`` on are, which are of one group."""
+    def rows(self, first):
+        """Where the four are that are asked for with those from the number ``first`` on."""
         code, b = self._code, self._code.builder
-        here = b.icmp_signed("<", first, self._left)
-        base, places = self._here[0], code.add(self._here[1], code.scaled(self._near, 8))
-        base, places = b.select(here, base, self._following[0]), b.select(here, places, self._following[1])
-        places = b.add(places, code.scaled(first, 8))
-        return [b.add(base, code.index(code.add(places, 8 * i))) for i in range(count)]
+        less = b.sub(first, b.udiv(first, I64(SPARED)))
+        at = b.add(self._near, b.and_(less, I64(-BLOCK)))
+        here = b.icmp_signed("<", at, self._count)
+        at = b.select(here, at, b.sub(at, self._count))
+        base, places = (b.select(here, *both) for both in zip(self._here, self._following, strict=True))
+        places = b.add(places, code.scaled(at, 8))
+        return [b.add(base, code.index(code.add(places, 8 * i))) for i in range(BLOCK)]
 
 
 def _ask(code, address, size):
@@ -193,15 +194,14 @@ def weigh(
         values = _Values(code, kind, form, multiplies_pairs(context, kind, form))
         later = _Later(code, count, (base, places), (keys, later_places))
         size = known_size(form, builder.udiv(size, I64(values.numbers)), values.numbers)
-        at_once = BLOCK if isinstance(size, int) else 2
 
         def columns(line_count, element, width, mask):
             totals = [[code.variable(code.zero) for _ in range(values.numbers * width)] for _ in range(line_count)]
             there = code.scaled(element, values.step)
-            with code.loop(builder.udiv(count, I64(at_once))) as group:
-                first = code.scaled(group, at_once)
-                wanted, at = later.rows(first, at_once), builder.add(places, code.scaled(first, 8))
-                rows = [builder.add(builder.add(base, code.index(code.add(at, 8 * i))), there) for i in range(at_once)]
+            with code.loop(builder.udiv(count, I64(BLOCK))) as group:
+                first = code.scaled(group, BLOCK)
+                wanted, at = later.rows(first), builder.add(places, code.scaled(first, 8))
+                rows = [builder.add(builder.add(base, code.index(code.add(at, 8 * i))), there) for i in range(BLOCK)]
                 for row in wanted:
                     for i in range(0, width * code.lanes * values.step, LINE):
                         code.prefetch(code.add(builder.add(row, there), i), NEAR)
@@ -235,7 +235,8 @@ class _Values:
         self._code, self._pairs = code, pairs
         self._twos = kind == types.uint16 and form.dtype == types.uint8
         self._kind = types.float32 if self._twos else kind
-        self.step, self.numbers = (4, 2) if self._twos else (code.size_of(kind), 1)  # bytes of a lane; its numbers
+        self.step = 4 if self._twos else code.size_of(kind)  # bytes of a lane
+        self.numbers = 2 if self._twos else 1
         self.weight_size = 2 if pairs else 4
         self.add = code.multiply_add_pairs if pairs else code.multiply_add
 

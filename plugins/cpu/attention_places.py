@@ -8,6 +8,7 @@ from hotswap.plugins.cpu import attention_loops as loops
 from hotswap.plugins.cpu import attention_words as w
 from hotswap.plugins.cpu.attention_plan import whole
 from hotswap.plugins.cpu.machine import called, clear, copy, int32_at, larger, smaller, words_at
+from hotswap.plugins.cpu.vectors import BLOCK
 
 
 @called
@@ -88,6 +89,16 @@ def ask_for_keys(at, item, places, asked):
     first = smaller(item[w.END] - item[w.BEGIN], w.AHEAD)
     if first > asked:
         loops.approach(at[w.KEY_CACHE], places + asked * 8, first - asked, at[w.ROW_BYTES])
+
+
+@called
+def ask_for_spared(at, base, places, count, quarter, end):
+    """Of what loops over ``count`` keys or values leave to be asked for between them (``SPARED``), some quarters."""
+    count = whole(count, 16) * 16
+    last, near = count - BLOCK, smaller(count, w.AHEAD)
+    asked = larger(0, near - last + (last - last // w.SPARED) // BLOCK * BLOCK)
+    first, stop = asked + (near - asked) * quarter // 4, asked + (near - asked) * end // 4
+    loops.approach(base, places + first * 8, stop - first, at[w.ROW_BYTES])
 
 
 @called

@@ -23,24 +23,20 @@ LEAST = np.finfo(np.float32).min
 
 
 @intrinsic
-def softmax(typing, scores, scores_stride, lines, columns, most, totals, kind, form):
-    """Of ``lines`` rows of scores, ``columns`` each, which are all that there are. Of each line a float32 at ``most``
-    becomes the greatest score, whose weight is 1, or ``LEAST`` where it sees no key; and one at ``totals`` the sum of
-    its weights."""
+def softmax(typing, row, columns, most, total, kind, form):
+    """Of a row of ``columns`` scores, which are all that there are. A float32 at ``most`` becomes the greatest one,
+    whose weight is 1, or ``LEAST`` where no key is seen; and one at ``total`` the sum of weights."""
 
     def generate(context, builder, signature, arguments):
-        scores, scores_stride, lines, columns, most, totals, *_ = arguments
+        row, columns, most, total, *_ = arguments
         code = Code(context, builder)
-        with code.loop(lines) as line:
-            row = builder.add(scores, builder.mul(line, scores_stride))
-            found = _greatest(code, row, columns, number(float(LEAST), code.lanes))
-            greatest = code.single(found, code.greater)
-            total = _weigh(code, row, columns, code.everywhere(greatest), code.zero, _kind_of(context, kind, form))
-            for base, value in ((most, greatest), (totals, code.single(total, builder.fadd))):
-                builder.store(value, code.at(builder.add(base, code.scaled(line, 4)), F32), align=4)
+        greatest = code.single(_greatest(code, row, columns, number(float(LEAST), code.lanes)), code.greater)
+        summed = _weigh(code, row, columns, code.everywhere(greatest), code.zero, _kind_of(context, kind, form))
+        for place, value in ((most, greatest), (total, code.single(summed, builder.fadd))):
+            builder.store(value, code.at(place, F32), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[WORD] * 6, kind, form), generate
+    return types.void(*[WORD] * 4, kind, form), generate
 
 
 @intrinsic

@@ -31,7 +31,7 @@ SHORT_ROWS = 8
 """Queries times heads of a group up to which a row is short: its keys are read as they are. Of others the keys are
 converted and turned first, which is worth it when more rows read them."""
 
-SHORT_PART, LONG_PART = 256, 512
+SHORT_PART, LONG_PART = 512, 512
 """Keys of a part, for short rows and, at the least, others. Parts begin at multiples: where does not depend on a row's
 neighbours."""
 
@@ -53,9 +53,13 @@ are, however many keys follow. Sums and weights are of floating point, and lose 
 ROWS_AT_ONCE = 6
 """Rows of a product that are held in registers; scratch memory reaches to a multiple."""
 
-AHEAD = 64
+AHEAD = 96
 """How many keys, or values, ahead memory is asked for the next ones: their pages lie anywhere, and the processor does
 not guess that. A multiple of four."""
+
+SPARED = 6
+"""Of how many keys, or values, one is asked for outside of the loops that read them, between scores and softmax and the
+like: memory would be idle there, and cannot catch up, since it is what these loops wait for."""
 
 ROOM = SHORT_PART + AHEAD
 """Places that are found at a time, at most, and some that are written beyond."""
