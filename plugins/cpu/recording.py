@@ -7,6 +7,8 @@ are made within the step get memory of the recorder's own (:mod:`.arena`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from functools import cache
 from importlib import import_module
 from itertools import groupby
 from typing import Any
@@ -32,6 +34,30 @@ _SHAPED_BY_VALUES = frozenset({
 
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 """Operators that give memory and do nothing with it."""
+
+
+class _Kind(Enum):
+    """What is to be done for a replay of an operator."""
+
+    EMPTY = auto()  # nothing
+    VIEW = auto()  # nothing
+    READS = auto()  # it cannot be replayed
+    WRITES = auto()  # the same again, into its arguments
+    ANY = auto()  # the same again, or nothing, if what it gave is another's memory
+
+
+@cache
+def _kind(operator: Any) -> _Kind:
+    name = operator.overloadpacket.__name__
+    if {name, f"{name}.{operator._overloadname}"} & _SHAPED_BY_VALUES:
+        return _Kind.READS
+    if name in _EMPTY:
+        return _Kind.EMPTY
+    if operator._schema.is_mutable:
+        return _Kind.WRITES
+    # Those that are made of others, such as ``contiguous``, are views or not, as it comes.
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    return _Kind.VIEW if operator.is_view and not composite else _Kind.ANY
 
 
 class StepRecorder(GraphDevice):
@@ -113,24 +139,33 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.outside: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        kwargs = kwargs or {}
+        kind = _kind(func)
+        if kind is _Kind.EMPTY:  # most of what a layer of ours asks of torch: these two are worth short ways
+            return self._arena.like(func(*args, **kwargs))
+        if kind is _Kind.VIEW:
+            return self._kept(func(*args, **kwargs))
         given = {_identity(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **kwargs)
-        if _reads_values(func, name, args, out):
+        if kind is _Kind.READS or _reads_values(func, args, out):
             raise CaptureError(f"{func} makes Python wait for what tensors hold")
         new = {
             place: x for place, x in enumerate(tree_leaves(out))
             if isinstance(x, torch.Tensor) and _identity(x) not in given}
-        if not new and not func._schema.is_mutable:  # a view
-            self.outside += [x for x in tree_leaves(out) if not self._arena.holds(x)]
-            return out
+        if not new and kind is not _Kind.WRITES:  # a view after all, as of what is contiguous already
+            return self._kept(out)
         ours = {place: self._arena.like(x) for place, x in new.items()}
-        if name not in _EMPTY:
-            for place, x in new.items():
-                ours[place].copy_(x)
-            self._note(self._again(func, args, kwargs, ours))
+        for place, x in new.items():
+            ours[place].copy_(x)
+        self._note(self._again(func, args, kwargs, ours))
         by_origin = {id(x): ours[place] for place, x in new.items()}
         return tree_map_only(torch.Tensor, lambda x: by_origin.get(id(x), x), out)
+
+    def _kept(self, views: Any) -> Any:
+        for x in (views,) if isinstance(views, torch.Tensor) else tree_leaves(views):
+            if not self._arena.holds(x):
+                self.outside.append(x)
+        return views
 
     def _again(self, func: Any, args: Any, kwargs: Any, results: Mapping[int, torch.Tensor]) -> Replay:
         """It keeps no block: what lies in one is there as long as the step needs it."""
@@ -152,10 +187,9 @@ def _identity(tensor: torch.Tensor) -> int:
     return address
 
 
-def _reads_values(func: Any, name: str, args: Any, out: Any) -> bool:
-    """Whether what tensors hold decides over numbers that Python gets, or over a shape."""
-    if {name, f"{name}.{func._overloadname}"} & _SHAPED_BY_VALUES:
-        return True
-    if name == "index" and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+def _reads_values(operator: Any, args: Any, out: Any) -> bool:
+    """Whether what tensors hold decides over numbers that Python gets, or over the shape of what is picked."""
+    if operator.overloadpacket is torch.ops.aten.index and any(
+            x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
         return True
     return any(isinstance(x, int | float | complex) for x in tree_leaves(out))
