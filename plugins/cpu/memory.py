@@ -14,8 +14,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-PAGE = 1 << 21
-"""Bytes: the large page of x86 and of most other processors."""
+from hotswap.plugins.cpu.clearing import PAGE, clear_soon
 
 CHUNK = 16 * PAGE
 """Bytes that are mapped at a time; those that nobody writes to take no memory."""
@@ -33,30 +32,38 @@ _next = 0
 def empty(size: int) -> torch.Tensor:
     """uint8 [size], of any content, which begins with a cache line."""
     mapped = _mapped(size)
-    return torch.empty(size, dtype=torch.uint8) if mapped is None else mapped
+    return torch.empty(size, dtype=torch.uint8) if mapped is None else _tensor(size, *mapped)
 
 
 def zeros(size: int) -> torch.Tensor:
-    """uint8 [size], zero. It costs nothing until it is written to: the system clears a page then."""
+    """uint8 [size], zero. It costs nothing until it is written to: the system clears a page then, or, of the first ones
+    of a few large tensors, before (:mod:`.clearing`)."""
     mapped = _mapped(size)
-    return torch.from_numpy(np.zeros(size, np.uint8)) if mapped is None else mapped
+    if mapped is None:
+        return torch.from_numpy(np.zeros(size, np.uint8))
+    zeroed = _tensor(size, *mapped)
+    clear_soon(mapped[0], zeroed.data_ptr(), size)
+    return zeroed
 
 
-def _mapped(size: int) -> torch.Tensor | None:
-    """Memory that nobody has had before; None where large pages are not worth it, or unknown."""
+def _tensor(size: int, chunk: mmap.mmap, start: int) -> torch.Tensor:
+    return torch.frombuffer(chunk, dtype=torch.uint8, count=size, offset=start)
+
+
+def _mapped(size: int) -> tuple[mmap.mmap, int] | None:
+    """Where memory is that nobody has had before; None where large pages are not worth it, or unknown."""
     global _chunk, _next
     if size < LEAST or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     if size >= CHUNK:  # a mapping of its own, which nothing small keeps alive
-        chunk, start = _map(size)
-        return torch.frombuffer(chunk, dtype=torch.uint8, count=size, offset=start)
+        return _map(size)
     with _lock:
         shared = _chunk() if _chunk is not None else None
         if shared is None or _next + size > len(shared):
             shared, _next = _map(CHUNK)
             _chunk = weakref.ref(shared)
         start, _next = _next, _next + -(-size // LINE) * LINE
-        return torch.frombuffer(shared, dtype=torch.uint8, count=size, offset=start)
+        return shared, start
 
 
 def _map(size: int) -> tuple[mmap.mmap, int]:
