@@ -14,7 +14,8 @@ from hotswap.core.errors import ComponentError
 from hotswap.core.execution.layout import IntArray, token_positions
 from hotswap.core.execution.logprobs import token_logprobs
 from hotswap.core.execution.randomness import Stream
-from hotswap.core.execution.sampling import NO_TOKEN_LEFT, SamplingBatch, SamplingTable, processed_probs, sample
+from hotswap.core.execution.sampling import NO_TOKEN_LEFT, processed_probs, sample
+from hotswap.core.execution.sampling_table import SamplingBatch, SamplingTable
 from hotswap.core.execution.verification import verify
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow

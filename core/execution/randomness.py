@@ -36,8 +36,8 @@ def philox_4x32(counter: Array, key: Array) -> Array:
     return np.stack([even[0], odd[0], even[1], odd[1]])
 
 
-def uniforms(seeds: Array, positions: Array, stream: int) -> Array:
-    """One float64 in [0, 1) with 53 random bits for each row of ``seeds`` [N] and ``positions`` [N].
+def keys(seeds: Array, positions: Array, stream: int) -> Array:
+    """64 random bits, uint64, for each row of ``seeds`` [N] and ``positions`` [N].
 
     Both are taken modulo 2**64. ``positions`` are the indices, in the sequence, of the tokens to be drawn.
     """
@@ -46,6 +46,11 @@ def uniforms(seeds: Array, positions: Array, stream: int) -> Array:
     counter = np.zeros((4, len(positions)), dtype=np.uint64)
     counter[0], counter[1], counter[2] = positions & _LOW, positions >> _SHIFT, stream
     words = philox_4x32(counter, key)
-    mantissa = ((words[0] << _SHIFT) | words[1]) >> np.uint64(11)
-    result: Array = mantissa * 2.0**-53
+    result: Array = (words[0] << _SHIFT) | words[1]
+    return result
+
+
+def uniforms(seeds: Array, positions: Array, stream: int) -> Array:
+    """One float64 in [0, 1) with 53 random bits for each row: of its :func:`keys`."""
+    result: Array = (keys(seeds, positions, stream) >> np.uint64(11)) * 2.0**-53
     return result

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hotswap.core.execution.race import winners_of_rows
 from hotswap.core.execution.randomness import Array, Stream
-from hotswap.core.execution.sampling import SamplingBatch, as_weights, processed_probs, sample
-from hotswap.core.execution.selecting import pick
+from hotswap.core.execution.sampling import processed_probs, sample
+from hotswap.core.execution.sampling_table import SamplingBatch
 
 _SLICE_ELEMENTS = 1 << 22
 """Most draft probabilities that are weighed at a time; each takes about 40 bytes on the way."""
@@ -139,14 +140,13 @@ def _accept(
     at = drafts.clamp(0, vocab_size - 1)[:, None]
     p_draft, q_draft = (x.gather(1, at).squeeze(1).double() for x in (p, q))
     trusted = ((q.sum(-1) - 1).abs() < _SUM_TOLERANCE) & (q.amin(-1) >= 0) & (q_draft > 0) & (at.squeeze(1) == drafts)
-    accept_draws, residual_draws = (
-        torch.from_numpy(batch.uniforms(stream)).to(logits.device) for stream in (Stream.ACCEPT, Stream.RESIDUAL)
-    )
+    accept_draws = torch.from_numpy(batch.uniforms(Stream.ACCEPT)).to(logits.device)
+    residual_keys = torch.from_numpy(batch.keys(Stream.RESIDUAL)).to(logits.device)
     accepted = accept_draws * q_draft < p_draft
     residual = (p - q).clamp_min_(0)
     # Where q equals p nothing is left, and a rejection is rounding; p itself is then right.
     residual = torch.where(residual.amax(-1, keepdim=True) > 0, residual, p)
-    replacements = pick(as_weights(residual), residual_draws)
+    replacements = winners_of_rows(residual, residual_keys)
     return torch.stack([
         torch.where(trusted, accepted, plain == drafts).long(),
         torch.where(trusted, replacements, plain),

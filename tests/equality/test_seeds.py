@@ -15,7 +15,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.9, "typical_p": 0.7, "frequency_penalty": 0.3},
     {"temperature": 1.0, "logit_bias": {5: 4.0, 6: -4.0}},
     {"temperature": 0.5, "min_tokens": 9, "stop_token_ids": list(range(2, 60))},
-    {"temperature": 0.2},
+    {"temperature": 1.0, "logit_bias": {5: 12.0, 6: 12.0}},  # of which n-grams repeat
 ]
 
 

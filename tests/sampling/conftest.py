@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hotswap.core.execution.sampling import SamplingBatch, SamplingTable
+from hotswap.core.execution.sampling_table import SamplingBatch, SamplingTable
 from hotswap.core.request import SamplingParams
 
 MakeBatch = Callable[..., SamplingBatch]

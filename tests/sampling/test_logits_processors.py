@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotswap.core.execution.sampling import SamplingTable, sample
+from hotswap.core.execution.sampling import sample
+from hotswap.core.execution.sampling_table import SamplingTable
 from hotswap.core.execution.verification import verify
 from hotswap.core.interfaces.logits import LogitsProcessor, LogitsRow
 from hotswap.core.interfaces.messages import NewRequest

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from hotswap.core.execution.logprobs import token_logprobs
-from hotswap.core.execution.sampling import SamplingTable, processed_probs, sample
+from hotswap.core.execution.sampling import processed_probs, sample
+from hotswap.core.execution.sampling_table import SamplingTable
 from hotswap.core.execution.verification import verify
 from hotswap.core.request import SamplingParams
 

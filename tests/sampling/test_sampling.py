@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from hotswap.core.execution import sampling
-from hotswap.core.execution.sampling import SamplingTable, processed_probs, sample
-from hotswap.core.execution.selecting import best_of, pick
+from hotswap.core.execution import filters
+from hotswap.core.execution.sampling import processed_probs, sample
+from hotswap.core.execution.sampling_table import SamplingTable
+from hotswap.core.execution.selecting import best_of
 from hotswap.core.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -155,8 +156,8 @@ def test_slices_and_widths_do_not_change_a_token(make_batch: Any, monkeypatch: p
     params = [SamplingParams(top_p=0.97, temperature=3.0)] * 5 + [SamplingParams()] * 5 + [SamplingParams(top_k=9)] * 5
     logits, batch = random_logits(15, 4000), make_batch(params)
     usual = sample(logits, batch).tokens
-    monkeypatch.setattr(sampling, "_SLICE_ELEMENTS", {"cpu": 2 * 4000})
-    monkeypatch.setattr(sampling, "_WIDTHS", ())
+    monkeypatch.setattr(filters, "_SLICE_ELEMENTS", {"cpu": 2 * 4000})
+    monkeypatch.setattr(filters, "_WIDTHS", ())
     assert torch.equal(sample(logits, batch).tokens, usual)
 
 
@@ -213,33 +214,6 @@ def test_min_p_leaves_the_same_before_weights_are_whole_numbers_and_behind_anoth
     sorted_ = processed_probs(logits, make_batch([SamplingParams(min_p=min_p, top_k=3000)] * 5))
     assert torch.equal(whole, sorted_)
     assert (whole > 0).any(-1).all()
-
-
-@pytest.mark.parametrize("draw", [0.0, 0.5, 1 - 2**-53])
-def test_no_draw_picks_a_token_of_weight_zero(draw: float) -> None:
-    weights = torch.zeros(4, 1000, dtype=torch.int64)
-    weights[0, 500] = 1
-    weights[1, 3:900] = 1 << 40
-    weights[2, ::7] = (1 << 53) + 1
-    weights[3, 999] = 1 << 60
-    picks = pick(weights, torch.full((4,), draw, dtype=torch.float64))
-    assert (weights.gather(1, picks[:, None]) > 0).all()
-
-
-@pytest.mark.parametrize("width", [1, 2, 255, 256, 257, 700, 50_257])
-def test_a_pick_is_where_the_running_sum_of_the_whole_row_exceeds_the_draw_s_part(width: int) -> None:
-    """It adds up blocks first; sums of integers are exact, so that not one draw may fall otherwise."""
-    random = torch.Generator().manual_seed(width)
-    weights, shifts = (torch.randint(0, most, (40, width), generator=random) for most in (1 << 40, 45))
-    weights >>= shifts
-    weights[::3, : width // 2] = 0
-    weights[:, -1] += 1
-    draws = torch.rand(40, generator=random, dtype=torch.float64)
-    draws[:2] = torch.tensor([0.0, 1 - 2**-53])
-    sums = weights.cumsum(-1)
-    target = torch.minimum((draws[:, None] * sums[:, -1:]).long(), sums[:, -1:] - 1)
-    assert torch.equal(pick(weights, draws), torch.searchsorted(sums, target, right=True).squeeze(1))
-    assert pick(torch.zeros_like(weights), draws).tolist() == [0] * 40
 
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(9000, 128), (8999, 100), (8192, 1), (3000, 128), (130, 130)])

@@ -9,7 +9,8 @@ import torch
 from scipy import stats
 
 from hotswap.core.execution import verification
-from hotswap.core.execution.sampling import SamplingBatch, SamplingTable, processed_probs, sample
+from hotswap.core.execution.sampling import processed_probs, sample
+from hotswap.core.execution.sampling_table import SamplingBatch, SamplingTable
 from hotswap.core.execution.verification import Verified, verify
 from hotswap.core.request import SamplingParams
 

@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 
 from hotswap.core.execution import verification
+from hotswap.core.execution.race import winners
 from hotswap.core.interfaces.kvcache import Grant, GroupGrant
 from hotswap.core.interfaces.messages import NewRequest, Resume, StepMessage
 from hotswap.core.interfaces.scheduler import Row
@@ -146,13 +147,12 @@ def biased(accept: Callable[[Any, Any, Any], Any], residual: bool = True) -> Any
 
     def rule(logits: Any, batch: Any, drafts: Any, q: Any, plain: Any) -> Any:
         p, at = verification.processed_probs(logits, batch), drafts[:, None]
-        draws, others = (
-            torch.from_numpy(batch.uniforms(stream)) for stream in (
-                verification.Stream.ACCEPT, verification.Stream.RESIDUAL))
+        draws = torch.from_numpy(batch.uniforms(verification.Stream.ACCEPT))
+        keys = torch.from_numpy(batch.keys(verification.Stream.RESIDUAL))
         kept = accept(draws, p.gather(1, at)[:, 0].double(), q.gather(1, at)[:, 0].double())
         left = (p - q).clamp_min(0) if residual else p
         left = torch.where(left.amax(-1, keepdim=True) > 0, left, p)
-        replacements = verification.pick(verification.as_weights(left), others)
+        replacements = winners(left, torch.arange(left.shape[1]).expand(left.shape), keys)
         return torch.stack([kept.long(), replacements, torch.ones_like(replacements)])
 
     return rule
