@@ -15,6 +15,7 @@
     ├── EngineStoppedError     the engine is draining or stopped: HTTP 503
     ├── LoopTimeoutError       its loop has not come to something in time: HTTP 503
     ├── ExchangeError          a part was to be exchanged while serving, and has not been: HTTP 409
+    │   └── ExchangeUnderWayError
     ├── ComponentError         a component raised while serving; names kind and component
     └── KVInvariantError       a KV manager's own check failed
 """
@@ -101,6 +102,10 @@ class ExchangeError(HotswapError):
     def __init__(self, message: str, reports: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.reports = tuple(reports)
+
+
+class ExchangeUnderWayError(ExchangeError):
+    """Another exchange is under way, and nothing was changed for this one."""
 
 
 class ComponentError(HotswapError):

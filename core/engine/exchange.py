@@ -21,7 +21,13 @@ from hotswap.core.engine.context import Limits
 from hotswap.core.engine.setup import CacheRoom
 from hotswap.core.engine.switch import Effect, Switch, carry_out
 from hotswap.core.engine.trial import Trial, TriedKV
-from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError, LoopTimeoutError
+from hotswap.core.errors import (
+    ConfigError,
+    EngineStoppedError,
+    ExchangeError,
+    ExchangeUnderWayError,
+    LoopTimeoutError,
+)
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, Exchange
 from hotswap.core.interfaces.kvcache import KVCacheManager
@@ -75,12 +81,12 @@ class Exchanger:
         ``replica``.
 
         ConfigError: refused, and nothing has changed. ExchangeError: a new part has failed, and the old one is back; or
-        one of several engines has ended over it; or ranks or loop have not answered in time; or another exchange is
-        under way, if only on the loop of one engine. EngineStoppedError: of what was chosen, nothing runs.
+        one of several engines has ended over it; or ranks or loop have not answered in time. ExchangeUnderWayError:
+        another is under way, if only on the loop of one engine. EngineStoppedError: of what was chosen, nothing runs.
         """
         sets, reports = list(sets), list[Report]()
         if not self._lock.acquire(blocking=False):
-            raise ExchangeError("another exchange is under way; try again when it has ended")
+            raise ExchangeUnderWayError("another exchange is under way; try again when it has ended")
         try:
             chosen = [built for built in self._engines if replica in (None, built.replica.name)]
             if not chosen:
@@ -130,7 +136,7 @@ class EngineExchange:
         if (failure := built.engine.failure) is not None:
             raise EngineStoppedError(failure)
         if built.exchanging:
-            raise ExchangeError(
+            raise ExchangeUnderWayError(
                 f"{built.prefix}an exchange that took too long is still under way; try again once the log says what it "
                 "has come to")
         self._resolved = changed(self.old.resolved, sets)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from hotswap.core.errors import EngineStoppedError, ExchangeError
+from hotswap.core.errors import EngineStoppedError, ExchangeError, ExchangeUnderWayError
 from hotswap.core.interfaces.component import Component
 from hotswap.core.interfaces.parallel import Executor, WorkerInfo
 
@@ -30,9 +30,9 @@ class Preparing:
         self._letting_go: threading.Thread | None = None
 
     def check_free(self) -> None:
-        """ExchangeError while ranks have yet to let go what they prepared for an exchange that has failed."""
+        """ExchangeUnderWayError while ranks have yet to let go what they prepared for an exchange that has failed."""
         if self._letting_go is not None and self._letting_go.is_alive():
-            raise ExchangeError(
+            raise ExchangeUnderWayError(
                 "the ranks have yet to let go what they prepared for an exchange that has failed; try again later")
 
     def load(self, parts: Mapping[str, Component]) -> WorkerInfo:

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from hotswap.core.errors import ConfigError, ExchangeError
+from hotswap.core.errors import ConfigError, ExchangeError, ExchangeUnderWayError
 from hotswap.server.http.api import Api
 from hotswap.server.http.body import read_body, validate
 from hotswap.server.http.errors import ApiError
@@ -38,12 +38,15 @@ SCHEMA = {"requestBody": {
 
 
 async def exchange_components(api: Api, request: Request) -> Response:
-    """400: refused, and nothing has changed; 409: a new part has failed, and the old one serves on."""
+    """400: refused, and nothing has changed; 409: another exchange is under way, or a new part has failed, and the old
+    one serves on."""
     body = await read_body(request, api.settings.max_body_bytes, lambda data: validate(ComponentsBody, data))
     try:
         reports = await asyncio.to_thread(api.served.exchange, body.set, body.replica)
     except ConfigError as error:
         raise ApiError(400, str(error), error.path or None, "exchange_refused") from error
+    except ExchangeUnderWayError as error:
+        raise ApiError(409, str(error), None, "exchange_under_way") from error
     except ExchangeError as error:
         done = "".join(f" Engine {report.replica!r} has exchanged its parts before." for report in error.reports)
         raise ApiError(409, f"{error}{done}", None, "exchange_failed") from error

@@ -19,7 +19,7 @@ from hotswap.core.engine import exchange as exchange_module
 from hotswap.core.engine import switch as switch_module
 from hotswap.core.engine.exchange import EngineExchange
 from hotswap.core.engine.trial import Trial
-from hotswap.core.errors import ConfigError, ExchangeError
+from hotswap.core.errors import ConfigError, ExchangeError, ExchangeUnderWayError
 from hotswap.core.execution import worker as worker_module
 from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
@@ -593,7 +593,7 @@ def test_an_exchange_that_took_too_long_is_left_to_the_loop_and_no_other_begins_
             built.exchange(["attention={use: composite, prefill: torch, decode: torch}"])
     try:
         for sets in (["attention=OwnPages"], ["scheduler=Own"]):
-            with pytest.raises(ExchangeError, match="an exchange that took too long is still under way"):
+            with pytest.raises(ExchangeUnderWayError, match="an exchange that took too long is still under way"):
                 built.exchange(sets)
         assert asked == [["attention"]], "nothing was taken away from the loop, and nothing put in its place"
     finally:

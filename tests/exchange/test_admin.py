@@ -11,7 +11,13 @@ from hotswap.core.config.changes import Difference
 from hotswap.core.config.schema import ServerSection
 from hotswap.core.engine.exchange import Report
 from hotswap.core.engine.switch import Effect
-from hotswap.core.errors import ConfigError, EngineStoppedError, ExchangeError, LoopTimeoutError
+from hotswap.core.errors import (
+    ConfigError,
+    EngineStoppedError,
+    ExchangeError,
+    ExchangeUnderWayError,
+    LoopTimeoutError,
+)
 from hotswap.server.app import create_app
 from hotswap.server.commands.exchange import command
 from hotswap.server.served import Served
@@ -95,6 +101,7 @@ def test_what_was_exchanged_is_answered():
 @pytest.mark.parametrize(("error", "status", "code", "param"), [
     (ConfigError("no", "scheduler.policy"), 400, "exchange_refused", "scheduler.policy"),
     (ExchangeError("it broke", [Report("0", ())]), 409, "exchange_failed", None),
+    (ExchangeUnderWayError("another is under way"), 409, "exchange_under_way", None),
     (EngineStoppedError("gone"), 503, "draining", None),
     (LoopTimeoutError("late", begun=True), 503, "unavailable", None),
 ])
@@ -107,7 +114,7 @@ def test_errors_have_openai_s_body(error, status, code, param):
     if status != 503:
         assert answer.json()["error"]["code"] == code
         assert str(error) in answer.json()["error"]["message"]
-    if status == 409:
+    if code == "exchange_failed":
         assert "Engine '0' has exchanged its parts before." in answer.json()["error"]["message"]
 
 

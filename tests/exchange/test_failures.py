@@ -12,7 +12,7 @@ from hotswap.core.engine.client import Engine
 from hotswap.core.engine.exchange import EngineExchange, Exchanger, Report
 from hotswap.core.engine.switch import Switch, carry_out
 from hotswap.core.engine.trial import REVERTS, Trial, TriedKV
-from hotswap.core.errors import EngineStoppedError, ExchangeError, LoopTimeoutError
+from hotswap.core.errors import EngineStoppedError, ExchangeError, ExchangeUnderWayError, LoopTimeoutError
 from hotswap.core.interfaces.component import Description
 from hotswap.core.interfaces.kvcache import CacheConstraints
 from hotswap.core.interfaces.parallel import Replica
@@ -427,6 +427,6 @@ def test_an_engine_that_ends_on_the_way_hides_no_report_of_those_before(several)
 
 
 def test_two_exchanges_at_once_are_refused_instead_of_waiting_for_one_another(several):
-    with several.exchanger._lock, pytest.raises(ExchangeError, match="another exchange is under way"):
+    with several.exchanger._lock, pytest.raises(ExchangeUnderWayError, match="another exchange is under way"):
         several.run()
     assert len(several.run()) == 3
