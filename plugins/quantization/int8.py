@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import ValidationInfo, field_validator
+
 from hotswap.core.interfaces.quantization import LinearWeight, Packed
 from hotswap.plugins.cpu.linear_words import GROUP
 from hotswap.plugins.quantization.base import CPUQuantization, PackingOptions
@@ -13,6 +15,15 @@ class Int8Options(PackingOptions):
     group_size: Literal[32, 192] = 32
     """Weights of an output feature that share a scale, for our kernels: 192 are multiplied faster, where rows are many,
     and rounded more coarsely. torch's operators have one scale for all of them."""
+
+    @field_validator("group_size")
+    @classmethod
+    def _for_our_kernels(cls, size: int, info: ValidationInfo) -> int:
+        if size != GROUP and info.data.get("kernels") == "torch":
+            raise ValueError(
+                f"{size} is for our kernels, but 'kernels' is torch, whose operators have one scale for all weights of "
+                "an output feature; leave one of the two out.")
+        return size
 
 
 class Int8(CPUQuantization):
@@ -26,6 +37,12 @@ class Int8(CPUQuantization):
 
     Options = Int8Options
     options: Int8Options
+
+    def note(self, device: str, dtype: str) -> str:
+        said, size = super().note(device, dtype), self.options.group_size
+        if not said or size == GROUP:
+            return said
+        return f"{said}; group_size {size} has no effect: they have one scale for all weights of an output feature"
 
     def _pack(self, weight: LinearWeight) -> Packed:
         if self.options.group_size == GROUP or self._no_kernels():

@@ -168,3 +168,15 @@ def test_an_operator_that_this_torch_lacks_is_named(make_gguf, monkeypatch):
             "so; choose int8, or none")
     [told] = notes(make_gguf, "int8", kernels="torch")
     assert "has no operator onednn.qlinear_prepack, onednn.qlinear_pointwise" in told or "no oneDNN" in told
+
+
+def test_a_group_size_that_nobody_would_use_is_refused_or_said(make_gguf, processor, tmp_path):
+    told = refusal(
+        tiny_checkpoint(tmp_path / "m"), quantization={"use": "int8", "kernels": "torch", "group_size": 192})
+    assert told.startswith("quantization.group_size: 192 is for our kernels, but 'kernels' is torch")
+    assert told.endswith("leave one of the two out.")
+    build("quantization", "int8", kernels="torch", group_size=32)
+    processor("avx2")
+    [told] = notes(make_gguf, "int8", group_size=192)
+    assert told.endswith("group_size 192 has no effect: they have one scale for all weights of an output feature")
+    assert "group_size" not in notes(make_gguf, "int8")[0]
