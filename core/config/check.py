@@ -5,31 +5,28 @@ What depends on the checkpoint (its length, its layers, the memory it leaves) is
 ``attention: auto`` means is then chosen anew.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from pydantic import ValidationError
 
+from hotswap.core.config.auto import choose_attention, choose_executor
 from hotswap.core.config.components import Components
-from hotswap.core.config.limits import AUTO, AttentionNeeds, Limit, attention_limits, lacking, not_taken, placement
+from hotswap.core.config.limits import AUTO, AttentionNeeds, attention_limits, not_taken, placement
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, known_keys
-from hotswap.core.errors import BrokenComponentError, ConfigError
+from hotswap.core.errors import ConfigError
 from hotswap.core.explain import Problem, join, problems_of, raise_problems
 from hotswap.core.interfaces.attention import AttentionBackend
 from hotswap.core.interfaces.component import Component, ComponentRef
 from hotswap.core.interfaces.deployment import Deployment
 from hotswap.core.interfaces.kv_transfer import HANDOFF
-from hotswap.core.interfaces.parallel import Executor, ShardStrategy
-from hotswap.core.registry import Entry, Registry
+from hotswap.core.interfaces.parallel import ShardStrategy
+from hotswap.core.registry import Registry
 
 CHOSEN = ("attention", "executor")
 """Kinds of which "auto" chooses one."""
-
-_Answer = TypeVar("_Answer")
-
 
 def check_config(
     config: Config, registry: Registry, around: Sequence[Component] = (), needs: AttentionNeeds | None = None,
@@ -73,6 +70,7 @@ def check_config(
         given = AttentionNeeds(config.device, config.dtype, config.kvcache.block_size)
         problems += not_taken(
             components.attention, lambda: attention_limits(given, components.attention.support()))
+        problems += _graphs(config, components.attention)
     if "quantization" in built:
         problems += not_taken(components.quantization, lambda: placement(
             config.device, config.dtype, components.quantization.support()))
@@ -137,107 +135,6 @@ def unmet(components: Mapping[str, Component], around: Sequence[Component] = ())
                     f"Change {need.remedy or need.kinds[0]}."
                 )))
     return problems
-
-
-def choose_attention(registry: Registry, ref: ComponentRef, needs: AttentionNeeds) -> tuple[ComponentRef, str]:
-    """What ``attention: auto`` means, and why: a backend made for the device before one for any device, and one of
-    hotswap's own before those of other packages.
-
-    Backends that cannot be used here, or lack what is known of ``needs``, are passed over. Before the model is known
-    the reason names those that may take the chosen one's place. ConfigError where none is left.
-    """
-    kind = needs.device.partition(":")[0]
-    ranked, passed = [], []
-
-    def fit(backend: AttentionBackend) -> tuple[bool, list[Limit]]:
-        support = backend.support()
-        return support.devices is None, lacking(attention_limits(needs, support))
-
-    for entry, name, answer in _answers(registry, "attention", ref, "attention", fit):
-        if isinstance(answer, ConfigError):
-            if not _must_be_told(registry, name, ref):
-                passed.append(f"{name}: {' '.join(answer.message.split())}")
-            continue
-        general, lacks = answer
-        if lacks:
-            passed.append(f"{name} does not take {lacks[0]}")
-        else:
-            ranked.append((general, not entry.ours, name))
-    reasons = f" ({'; '.join(passed)})" if passed else ""
-    if not ranked:
-        raise ConfigError(f"no installed backend does what is needed on {needs.device}{reasons}.", "attention")
-    (general, _, name), *others = sorted(ranked)
-    why = f"it runs on any device, and none that is made for {kind} will do" if general else f"it is made for {kind}"
-    note = f"attention: auto chose '{name}', because {why}"
-    if needs.shapes is None and others:
-        note += f", unless the model needs what it lacks: then {' or '.join(repr(other) for *_, other in others)}"
-    return ComponentRef(use=name, **ref.options), note + reasons
-
-
-def _must_be_told(registry: Registry, name: str, ref: ComponentRef) -> bool:
-    """Whether a backend has options without a default, such as its parts, that ``ref`` does not give: "auto" can never
-    choose it, and nobody who reads why need hear of it."""
-    try:
-        fields = registry.load("attention", name).Options.model_fields
-    except ConfigError:
-        return False
-    return any(field.is_required() and option not in ref.options for option, field in fields.items())
-
-
-def _answers(
-    registry: Registry, kind: str, ref: ComponentRef, path: str, ask: Callable[[Any], _Answer],
-) -> Iterator[tuple[Entry, str, _Answer | ConfigError]]:
-    """(entry, how a config names it, what it answers when it is built with the options of ``ref``, or why it cannot be
-    used here) of every component of ``kind``. It is named with its package where several bring the name, so that no
-    package can take ours out of the choice by its name.
-
-    Nobody has named these: whatever a stranger's raises is why it is passed over. Of hotswap's own only ConfigError is;
-    anything else is a mistake, of which nobody would hear.
-    """
-    entries = [entry for entry in registry.entries if entry.kind == kind]
-    bringing = Counter(entry.name for entry in entries)
-    for entry in entries:
-        name = entry.name if bringing[entry.name] == 1 else f"{entry.distribution}:{entry.name}"
-        answer: _Answer | ConfigError
-        try:
-            answer = ask(registry.build(kind, ComponentRef(use=name, **ref.options), path, known_keys()))
-        except ConfigError as error:
-            answer = error
-        except Exception as error:
-            if entry.ours:
-                raise
-            answer = BrokenComponentError(f"{entry} raised {type(error).__name__}: {error}", path)
-        yield entry, name, answer
-
-
-def choose_executor(
-    registry: Registry, ref: ComponentRef, components: Mapping[str, Component],
-) -> tuple[ComponentRef, list[str]]:
-    """What ``execution: auto`` means beside ``components``: of the executors that offer what these require the one that
-    offers the least else, hotswap's own before those of other packages. Those that cannot be used here are passed
-    over. ConfigError where none is left.
-    """
-    needs = {need.capability: path for path, component in components.items()
-             for need in component.describe().requires if need.kinds == ("executor",)}
-    ranked, refused = [], []
-
-    def offered(executor: Executor) -> frozenset[str]:
-        return executor.describe().offers
-
-    for entry, name, offers in _answers(registry, "executor", ref, "execution", offered):
-        if isinstance(offers, ConfigError):
-            refused += problems_of(offers)
-        elif needs.keys() <= offers:
-            ranked.append((not entry.ours, len(offers), name))
-    if not ranked:
-        raise_problems(list(dict.fromkeys(refused)))
-        wanted = " and ".join(f"'{need}', which {path} requires" for need, path in needs.items())
-        raise ConfigError(f"no installed executor offers {wanted}; install one, or leave the strategies out.",
-                          "execution")
-    *_, name = min(ranked)
-    notes = [f"execution: auto chose '{name}', because it offers '{need}', which {path} requires"
-             for need, path in needs.items()]
-    return ComponentRef(use=name, **ref.options), notes
 
 
 def _device(config: Config) -> str:
@@ -371,6 +268,19 @@ def _drafts(config: Config, lookahead: int) -> list[Problem]:
             f"{config.scheduler.max_batch_tokens} is too small for one token and its {lookahead} drafts; "
             f"give at least {lookahead + 1}.")))
     return problems
+
+
+def _graphs(config: Config, attention: AttentionBackend) -> list[Problem]:
+    """Of "full" what the backend alone makes impossible; the model and its strategies have a say at the start."""
+    if config.execution.graphs != "full":
+        return []
+    from hotswap.core.execution.graphs import not_full, obstacle_of  # here, since it imports torch
+
+    try:
+        obstacle = obstacle_of(attention, _device(config))
+    except ConfigError:
+        return []  # it cannot be used here, which is told of it
+    return [Problem("execution.graphs", not_full(obstacle))] if obstacle else []
 
 
 def _batch(config: Config) -> tuple[list[Problem], list[str]]:

@@ -103,10 +103,10 @@ def choose_keys(
     if mode == "off":
         return ()
     level = attention.support().graph_level
-    obstacle = _obstacle(device, dtype, attention, level, facts, ranks, made is not None)
+    obstacle = obstacle_of(attention, device) or _obstacle_of_model(dtype, facts, ranks)
     if obstacle is not None:
         if mode == "full":
-            raise ConfigError(f"'full' was asked for, but {obstacle}; choose 'auto' or 'off'", "execution.graphs")
+            raise ConfigError(not_full(obstacle), "execution.graphs")
         notes.append(f"graphs: off (auto: {obstacle})")
         return ()
     allowed = f"({mode}: {attention.label} and {facts.architecture} allow it)"
@@ -125,18 +125,24 @@ def choose_keys(
     return keys
 
 
-def _obstacle(
-    device: str, dtype: str, attention: AttentionBackend, level: GraphLevel, facts: ModelFacts, ranks: int,
-    recorded: bool,
-) -> str | None:
-    """Why no step can be captured, None where some can. ``recorded``: the backend brings along what captures."""
+def not_full(obstacle: str) -> str:
+    return f"'full' was asked for, but {obstacle}; choose 'auto' or 'off'"
+
+
+def obstacle_of(attention: AttentionBackend, device: str) -> str | None:
+    """Why no step with ``attention`` can be captured or recorded on ``device``, None where some can, for all that is
+    known without the model."""
     kind = device.partition(":")[0]
-    if not recorded and kind not in DEVICES:
+    if attention.graph_device(device) is None and kind not in DEVICES:
         return (
             f"the device is {kind}, and graphs need {' or '.join(DEVICES)} or an attention backend that records steps "
             f"itself, as {attention.label} does not")
-    if level == GraphLevel.NEVER:
+    if attention.support().graph_level == GraphLevel.NEVER:
         return f"{attention.label} does not say that its steps may be captured"
+    return None
+
+
+def _obstacle_of_model(dtype: str, facts: ModelFacts, ranks: int) -> str | None:
     if dtype not in facts.capturable:
         return f"the component of {facts.architecture} does not say that its steps may be captured in {dtype}"
     if ranks > 1:

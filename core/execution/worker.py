@@ -15,7 +15,7 @@ from hotswap.core.execution.buffers import RequestTable
 from hotswap.core.execution.cache import PagedCache
 from hotswap.core.execution.choosing import TokenChooser
 from hotswap.core.execution.device import free_bytes, memory_errors
-from hotswap.core.execution.graphs import StepGraphs, capturing_device, reserve_bytes
+from hotswap.core.execution.graphs import StepGraphs, capturing_device, not_full, reserve_bytes
 from hotswap.core.execution.placed import Placed, check_needs, check_support, keys_for, rehearse
 from hotswap.core.execution.records import RecordedForward, padding_layout
 from hotswap.core.execution.runner import ModelRunner
@@ -232,8 +232,7 @@ class ModelWorker:
 
     def _without_graphs(self, why: str, cause: Exception | None = None) -> None:
         if self._settings.needs_graphs:
-            raise ConfigError(
-                f"'full' was asked for, but {why}; choose 'auto' or 'off'", "execution.graphs") from cause
+            raise ConfigError(not_full(why), "execution.graphs") from cause
         logger.warning("graphs: off after all, since %s", why)
 
     def _capture(

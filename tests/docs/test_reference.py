@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from hotswap.core.config.check import choose_attention, choose_executor
+from hotswap.core.config.auto import choose_attention, choose_executor
 from hotswap.core.config.limits import AttentionNeeds
 from hotswap.core.config.schema import LISTS, SECTIONS, Config, Section
 from hotswap.core.config.units import parse_bytes

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hotswap.core.config import load_config
-from hotswap.core.config.check import check_config, choose_attention
+from hotswap.core.config.auto import choose_attention
+from hotswap.core.config.check import check_config
 from hotswap.core.config.components import Components
 from hotswap.core.config.limits import AttentionNeeds
 from hotswap.core.errors import ConfigError
@@ -171,7 +172,7 @@ def test_a_transfer_between_engines_that_nobody_hands_requests_to_is_noted(check
     assert check(kv_transfer="host", kvcache="prefix").notes == ()
 
 
-def test_auto_takes_the_attention_made_for_the_device_else_a_general_one_and_says_why(check):
+def test_auto_takes_the_attention_made_for_the_device_else_a_general_one_and_says_why(check, caplog):
     registry = Registry()
 
     def choose(device):
@@ -181,9 +182,11 @@ def test_auto_takes_the_attention_made_for_the_device_else_a_general_one_and_say
     name, note = choose("chip:0")
     assert name == "chip"
     assert "made for chip, unless the model needs what it lacks: then 'torch' or '" in note
-    name, note = choose("cpu")
-    assert name != "chip"
-    assert "chip does not take device cpu, but chip" in note
+    with caplog.at_level("DEBUG"):
+        name, note = choose("cpu")
+    assert name == "cpu"
+    assert "chip" not in note, "nobody can do anything about it"
+    assert "chip does not take device cpu, but chip" in caplog.text
 
 
 def test_auto_passes_over_attention_that_does_not_take_what_the_config_gives(check):
@@ -194,6 +197,29 @@ def test_auto_passes_over_attention_that_does_not_take_what_the_config_gives(che
         parts = check(attention="auto", device="chip", **changes)
         assert parts.attention.label != "attention:chip"
         assert f"chip does not take {lack}" in parts.notes[0]
+
+
+def test_auto_says_which_option_keeps_it_from_the_attention_made_for_the_device(check):
+    parts = check(attention={"use": "auto", "graphs": True}, device="cpu")
+    assert parts.attention.label == "attention:torch"
+    [note] = [note for note in parts.notes if note.startswith("attention: ")]
+    assert "cpu, made for cpu, does not take attention.graphs: leave it out to have cpu" in note
+
+
+@pytest.mark.parametrize(("attention", "device", "obstacle"), [
+    ("torch", "cpu", "the device is cpu, and graphs need cuda or an attention backend that records steps itself"),
+    ({"use": "torch", "graphs": False}, "cpu", "as attention:torch does not"),
+    ("chip", "chip", "the device is chip, and graphs need cuda"),
+])
+def test_full_graphs_that_the_attention_makes_impossible_are_refused_before_anything_is_loaded(
+    check, attention, device, obstacle,
+):
+    with pytest.raises(ConfigError, match=obstacle) as caught:
+        check(attention=attention, device=device, dtype="bfloat16", execution={"graphs": "full"})
+    assert caught.value.path == "execution.graphs"
+    assert str(caught.value).endswith("choose 'auto' or 'off'")
+    check(attention=attention, device=device, dtype="bfloat16", execution={"graphs": "auto"})
+    check(attention="cpu", device="cpu", execution={"graphs": "full"})
 
 
 @pytest.mark.parametrize(("dtype", "changes", "lack"), [
