@@ -70,7 +70,8 @@ def check_config(
         given = AttentionNeeds(config.device, config.dtype, config.kvcache.block_size)
         problems += not_taken(
             components.attention, lambda: attention_limits(given, components.attention.support()))
-        problems += _graphs(config, components.attention)
+        if needs is not None or config.attention.use != AUTO:  # else it may be another that is chosen for the model
+            problems += _graphs(config, components.attention)
     if "quantization" in built:
         problems += not_taken(components.quantization, lambda: placement(
             config.device, config.dtype, components.quantization.support()))
