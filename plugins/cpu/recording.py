@@ -138,6 +138,12 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._arena, self._note = arena, note
         self.outside: list[torch.Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch keeps its compiler away from what is below, which it can only once it has imported it: more
+        than a second of each start. Nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)

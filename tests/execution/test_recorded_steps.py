@@ -2,6 +2,9 @@
 
 import ctypes
 import gc
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -354,3 +357,26 @@ def test_what_python_waits_for_is_named(look, inference):
     with torch.inference_mode(inference), pytest.raises(
             CaptureError, match=r"(aten|Tensor)\..* makes Python wait for what tensors hold"):
         StepRecorder().capture(lambda: look(torch.ones(3)))
+
+
+RECORD = """
+import sys, torch
+from hotswap.plugins.cpu.recording import StepRecorder
+from hotswap.plugins.operators.cpu import CPUOperators
+
+x, weight, out = torch.randn(3, 64), torch.ones(64), torch.zeros(3, 64)
+norm = CPUOperators().bind("cpu", torch.float32).rms_norm
+replay = StepRecorder().capture(lambda: out.copy_(norm(x + 1, weight, 1e-5)))
+x.copy_(torch.randn(3, 64))
+replay()
+assert torch.equal(out, norm(x + 1, weight, 1e-5))
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+
+
+def test_a_start_that_records_does_not_wait_for_torch_s_compiler_to_be_imported():
+    done = subprocess.run(
+        [sys.executable, "-c", RECORD], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
