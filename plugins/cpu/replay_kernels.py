@@ -8,7 +8,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from hotswap.plugins.cpu import replay_words as w
-from hotswap.plugins.cpu.machine import copy, pointer, words
+from hotswap.plugins.cpu.machine import copy, words, words_at
 from hotswap.plugins.cpu.team import Kernel
 
 ADDRESS = ir.IntType(8).as_pointer()
@@ -20,7 +20,7 @@ def replay(data):
     at = words(data)
     call = at[w.CALLS]
     for _ in range(at[w.COUNT]):
-        of = words(pointer(call))
+        of = words_at(call)
         copy(of[w.WORDS], of[w.KEPT], of[w.SIZE])
         if of[w.SHARED] and at[w.PARALLEL]:
             _share(at[w.PARALLEL], of[w.KERNEL], of[w.WORDS], at[w.THREADS])
