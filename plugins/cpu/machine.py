@@ -10,14 +10,15 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-called = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+from hotswap.plugins.cpu.compiling import KernelCompiler
+
+called = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
 """Decorates small functions that kernels call. Not ``fastmath``: that would reach into the vectors, too, and undo what
 ``exp`` does to be exact; loops that are to become vectors are written as such."""
 
 inlined = njit(error_model="numpy", inline="always")
-"""Decorates large functions that are called at one place: they become part of the kernel before types are known. numba
-optimises, and makes machine code of, each function by itself with all that it calls, and so whatever is large once for
-every level of calls. Of small functions the copies would cost more than that."""
+"""Decorates large functions that are called at one place: they become part of the kernel before types are known, so
+that LLVM, too, sees one function. Of small functions the copies would take longer to compile than calls."""
 
 
 def _pointer_to(of):

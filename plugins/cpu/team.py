@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -205,7 +206,9 @@ def _compile(function: Callable[[Any], None]) -> Any:
             except OSError as error:  # a full disk
                 _warn_once(error.strerror or str(error))
 
-    compiled: Any = CFunc(function, ((types.voidptr,), types.void), locals={}, options=OPTIONS)
+    compiler = import_module("hotswap.plugins.cpu.compiling").KernelCompiler
+    compiled: Any = CFunc(
+        function, ((types.voidptr,), types.void), locals={}, options=OPTIONS, pipeline_class=compiler)
     try:
         compiled._cache = Kept(function)
     except RuntimeError:

@@ -72,6 +72,33 @@ def test_a_kernel_is_kept_until_any_of_its_sources_changes(kept, monkeypatch):
     assert [hits(), hits()] == [0, 1]
 
 
+@machine.called
+def twice(address):
+    machine.fetch_add(address, machine.smaller(2, 3))
+
+
+@machine.called
+def four_times(address):
+    twice(address)
+    twice(address)
+
+
+def count_in_parts(data):
+    at = machine.words(data)
+    twice(at[0])
+    four_times(at[0])
+
+
+def test_what_a_kernel_calls_is_compiled_as_a_part_of_it_alone_and_kept_with_it(kept):
+    for expected_hits in (0, 1):
+        kernel = Kernel(count_in_parts)
+        assert run(kernel, np.zeros(1, np.int64)).tolist() == [6]
+        assert kernel._compiled.cache_hits == expected_hits
+    for function in (twice, four_times, machine.smaller):
+        assert function.overloads
+        assert not any(made.library._finalized for made in function.overloads.values()), function
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no locator available"), OSError(28, "No space left on device")])
 def test_where_nothing_can_be_kept_kernels_are_compiled_anew_and_the_log_says_so_once(error, monkeypatch, caplog):
     def refuse(*arguments):
