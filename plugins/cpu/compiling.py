@@ -3,7 +3,8 @@
 numba does both to each function by itself, with all that this calls in it, and so to the innermost ones once for every
 level of calls; then it optimises twice, to be rid of counts of references, which kernels have none of; and it looks for
 loops that could become vectors, which in kernels are such already. That took a third of the time. numba's pipeline is
-changed in two places: what is made of a function's LLVM code, a *library*, and the pass that asks for it.
+changed in two places: what is made of a function's LLVM code, a *library*, and the pass that asks for it. These are not
+of what numba promises to keep: with a version that nobody has tried, its own pipeline does all, and takes its time.
 
 Imports numba: import this module where a part is bound, and nowhere before.
 """
@@ -14,11 +15,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import llvmlite.binding as llvm
-from numba import _dynfunc
+from numba import _dynfunc, version_info
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
+
+TRIED = frozenset({(0, 68)})
+"""Versions of numba whose pipeline may be changed here."""
 
 
 class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]  # numba has no annotations
@@ -79,10 +83,18 @@ class KernelLowering(NativeLowering):  # type: ignore[misc]
         return True
 
 
-class KernelCompiler(Compiler):  # type: ignore[misc]
+class _KernelCompiler(Compiler):  # type: ignore[misc]
     def define_pipelines(self) -> list[Any]:
         [pipeline] = super().define_pipelines()
         pipeline.passes = [
             (KernelLowering if each is NativeLowering else each, what) for each, what in pipeline.passes]
         pipeline.finalize()
         return [pipeline]
+
+
+def compiler_for(version: tuple[int, int]) -> type[Compiler]:
+    """Of kernels and of what they call, with this version of numba."""
+    return _KernelCompiler if version in TRIED else Compiler
+
+
+KernelCompiler = compiler_for(version_info.short)

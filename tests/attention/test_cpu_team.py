@@ -2,6 +2,10 @@
 
 import gc
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +18,7 @@ numba = pytest.importorskip("numba")
 
 from numba.core.registry import cpu_target  # noqa: E402
 
-from hotswap.plugins.cpu import machine, row_loops, vectors  # noqa: E402  # they import numba
+from hotswap.plugins.cpu import compiling, machine, row_loops, vectors  # noqa: E402  # they import numba
 
 
 def count_up(data):
@@ -89,6 +93,7 @@ def count_in_parts(data):
     four_times(at[0])
 
 
+@pytest.mark.skipif(numba.version_info.short not in compiling.TRIED, reason="numba's own pipeline compiles")
 def test_what_a_kernel_calls_is_compiled_as_a_part_of_it_alone_and_kept_with_it(kept):
     for expected_hits in (0, 1):
         kernel = Kernel(count_in_parts)
@@ -97,6 +102,24 @@ def test_what_a_kernel_calls_is_compiled_as_a_part_of_it_alone_and_kept_with_it(
     for function in (twice, four_times, machine.smaller):
         assert function.overloads
         assert not any(made.library._finalized for made in function.overloads.values()), function
+
+
+NEWER = """
+import numba, numpy as np
+numba.version_info = numba.version_info._replace(short=(0, 999))
+from hotswap.plugins.cpu import compiling
+assert compiling.KernelCompiler is numba.core.compiler.Compiler
+from tests.attention.test_cpu_team import Kernel, count_in_parts, run
+print(run(Kernel(count_in_parts), np.zeros(1, np.int64)))
+"""
+
+
+def test_a_version_of_numba_that_nobody_has_tried_compiles_by_its_own_pipeline(tmp_path):
+    root = Path(__file__).parents[2]
+    found = subprocess.run(
+        [sys.executable, "-c", NEWER], cwd=root, env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}, text=True,
+        capture_output=True, timeout=120)
+    assert found.stdout.strip() == "[6]", found.stderr
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no locator available"), OSError(28, "No space left on device")])
