@@ -278,6 +278,15 @@ def test_a_journal_that_was_cut_off_is_read_as_far_as_it_goes(script, tmp_path):
         list(read_journal(path))
 
 
+@pytest.fixture
+def interruptible():
+    """As from a terminal: a shell that starts something in the background has it ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_keeps_what_it_has_the_block_that_was_under_way_included(script, tmp_path):
     arm = script(0.1)
     main = threading.main_thread().ident
