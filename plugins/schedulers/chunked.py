@@ -1,11 +1,14 @@
 """Chunked prefill (Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", 2024)."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hotswap.core.interfaces.scheduler import PlanContext, RequestView, StepPlan
 from hotswap.plugins.schedulers.base import QueueOptions, QueueScheduler, Step
+
+BACKLOG_STEPS = 32
+"""A backlog is what prompts have to compute that take more steps than these, at ``beside_decodes`` tokens a step."""
 
 
 class ChunkedScheduler(QueueScheduler):
@@ -21,17 +24,38 @@ class ChunkedScheduler(QueueScheduler):
         """Most prompt tokens of one request in a step; None: as the budget allows."""
         beside_decodes: Annotated[int, Field(ge=1)] | None = None
         """Most prompt tokens in a step that has decodes, since all of them wait for it; None: as the budget allows."""
+        beside_decodes_backlog: Annotated[int, Field(ge=1)] | None = None
+        """Up to which ``beside_decodes`` grows with the backlog of prompts, so that ``BACKLOG_STEPS`` steps would serve
+        it: the decodes wait longer then, for fewer steps; None: it does not grow."""
+
+        @model_validator(mode="after")
+        def _grows(self) -> Self:
+            least, most = self.beside_decodes, self.beside_decodes_backlog
+            if most is not None and (least is None or most < least):
+                raise ValueError(
+                    f"beside_decodes_backlog is {most}, up to which beside_decodes grows, and that is "
+                    f"{'not set' if least is None else least}: set beside_decodes to at most {most}")
+            return self
 
     def plan(self, ctx: PlanContext) -> StepPlan:
         step = Step(ctx)
         ready = [view for view in ctx.running if view.ready]
         self.serve_decodes(step, [view for view in ready if view.ready == 1])
-        if step.rows and self.options.beside_decodes is not None:
-            step.leave(self.options.beside_decodes)
-        cut = self._serve_prompts(step, [view for view in ready if view.ready > 1])
+        prompts = [view for view in ready if view.ready > 1]
+        if step.rows and (least := self.options.beside_decodes) is not None:
+            step.leave(max(least, self._for_backlog(step.ctx, prompts)))
+        cut = self._serve_prompts(step, prompts)
         cut += self._start_waiting(step)
         self._hand_out_rest(step, cut)
         return StepPlan(step.rows)
+
+    def _for_backlog(self, ctx: PlanContext, prompts: list[RequestView]) -> int:
+        """Of prompts that have begun, and of those that have slots to begin in."""
+        most: int | None = self.options.beside_decodes_backlog
+        if most is None:
+            return 0
+        backlog = sum(view.ready for view in prompts) + self.waiting.tokens(ctx.free_slots)
+        return min(most, backlog // BACKLOG_STEPS)
 
     def _serve_prompts(self, step: Step, views: list[RequestView]) -> list[RequestView]:
         """Returns those that were cut, in order."""

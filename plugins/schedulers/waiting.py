@@ -51,6 +51,11 @@ class WaitingLine:
         """Ids of the first ``count`` of those that wait, in the order in which they began to."""
         return list(islice(self._views, count))
 
+    def tokens(self, count: int) -> int:
+        """Those of the first ``count`` that wait, in the order in which they began to, be they in the cache or not: to
+        look there for each, in each plan, costs more than is gained."""
+        return sum(view.prompt_length + view.output_length for view in islice(self._views.values(), max(0, count)))
+
     def begin_plan(self) -> None:
         """Those that the last plan has passed over are in line again."""
         self.passed.clear()

@@ -24,6 +24,11 @@ class TestChunkedWithLittleBesideDecodes(SchedulerSuite):
         return build("scheduler", "chunked", beside_decodes=2)
 
 
+class TestChunkedWithMoreBesideDecodesForABacklog(SchedulerSuite):
+    def make_scheduler(self) -> Scheduler:
+        return build("scheduler", "chunked", beside_decodes=1, beside_decodes_backlog=4)
+
+
 class TestContinuous(SchedulerSuite):
     def make_scheduler(self) -> Scheduler:
         return build("scheduler", "continuous")

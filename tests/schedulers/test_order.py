@@ -2,6 +2,7 @@
 
 import pytest
 
+from hotswap.core.errors import ConfigError
 from hotswap.core.interfaces.scheduler import QueuePolicy, RequestView
 from hotswap.core.testing.rig import Rig, assert_clean, expected, make_rig
 from hotswap.plugins.schedulers.chunked import ChunkedScheduler
@@ -159,6 +160,42 @@ def test_a_step_with_decodes_has_few_prompt_tokens_where_the_config_says_so() ->
     assert beside == [6] * 4
     assert sum(n for step in steps if "first" not in step for n in step.values()) == 40 - 24
     assert max(sum(step.values()) for step in steps if "first" not in step) > 6, "once nobody decodes, the budget holds"
+
+
+def test_a_backlog_of_prompts_gets_more_of_a_step_with_decodes_and_the_last_of_them_as_little_as_ever() -> None:
+    rig = make_rig(scheduler(beside_decodes=2, beside_decodes_backlog=6), max_batch_tokens=20, max_running=12)
+    rig.add("first", [1] * 20, 200)
+    rig.loop.turn()
+    for i in range(20):
+        rig.add(f"prompt {i}", [i % 5 + 2, i // 5, *([1] * 18)], 1)
+    rig.run()
+    beside = [
+        sum(row.n_tokens for row in message.rows if row.request != "first") for message in rig.executor.messages[1:]
+        if any(row.request == "first" for row in message.rows)]
+    # 11 of 20 have slots to wait for: 220 tokens, of which 32 steps would have to take 6 each.
+    assert beside[0] == 6
+    assert sum(beside) == 400
+    assert set(beside) == {6, 5, 4, 3, 2}, "it shrinks with the backlog"
+    assert set(beside[-30:]) == {2}, "what is left is none"
+
+
+def test_no_more_than_asked_for_is_computed_beside_decodes_whoever_waits_without_a_slot() -> None:
+    rig = make_rig(scheduler(beside_decodes=2, beside_decodes_backlog=6), max_batch_tokens=20, max_running=2)
+    rig.add("first", [1] * 20, 60)
+    rig.loop.turn()
+    for i in range(20):
+        rig.add(f"prompt {i}", [i % 5 + 2, i // 5, *([1] * 18)], 1)
+    rig.run()
+    beside = [
+        sum(row.n_tokens for row in message.rows if row.request != "first") for message in rig.executor.messages[1:]
+        if any(row.request == "first" for row in message.rows)]
+    assert set(beside) == {2}
+
+
+@pytest.mark.parametrize("least", [None, 64])
+def test_what_is_computed_beside_decodes_cannot_grow_to_less_or_from_nothing(least: int | None) -> None:
+    with pytest.raises(ConfigError, match=f"beside_decodes_backlog is 32.*{least or 'not set'}: set .* at most 32"):
+        scheduler(beside_decodes=least, beside_decodes_backlog=32)
 
 
 @pytest.mark.parametrize("use", ["static", "continuous", "chunked"])
