@@ -17,13 +17,16 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-_BLOCK = 32
+_BLOCK_BITS, _APART_BITS = 5, 6
+_CHUNK_BITS = _BLOCK_BITS + _APART_BITS
+
+_BLOCK = 1 << _BLOCK_BITS
 """Tokens of a block."""
 
-_APART = 64
+_APART = 1 << _APART_BITS
 """How far its ids lie apart: so that the best of neighbouring blocks are taken together."""
 
-_CHUNK = _BLOCK * _APART
+_CHUNK = 1 << _CHUNK_BITS
 _BLOCKS_FROM = 1 << 40
 """Counters of blocks begin here, behind those of tokens."""
 
@@ -35,7 +38,7 @@ _SLACK = 1.0 + 2.0**-20
 """A weight's rounding need not rise with the logit to the last bit."""
 
 Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(rows [m], ids [m, K]) -> their weights [m, K] of any dtype, zero where the id is none."""
+"""(rows [m], ids [m, K]) -> their weights [m, K] of any dtype, zero for ids beyond the vocabulary."""
 
 
 def split_mix(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
@@ -50,9 +53,9 @@ def split_mix(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
 def numbers(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Exponential random numbers, float64, each above zero, of ``ids`` [n, K] in rows with ``keys`` [n] int64."""
     keys = keys[:, None]
-    least, whose = _least(keys, (ids >> 11 << 6).bitwise_or_(ids & (_APART - 1)))
+    least, whose = _least(keys, _block_of(ids))
     beyond = _exponentials(split_mix(keys, ids))
-    return beyond.masked_fill_(whose == (ids >> 6) & (_BLOCK - 1), 0.0).add_(least)
+    return beyond.masked_fill_(whose == _place_of(ids), 0.0).add_(least)
 
 
 def winners(weights: torch.Tensor, ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -103,10 +106,25 @@ def _fastest(
     weigh: Weigh, rows: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fastest token of each of ``blocks`` [m] in ``rows`` [m] with ``keys`` [m]: its speed and its id, [m] each."""
-    first = (blocks >> 6 << 11) + (blocks & (_APART - 1))
-    ids = first[:, None] + _APART * torch.arange(_BLOCK, device=blocks.device)
+    ids = _ids_of(blocks)
     speeds, at = (weigh(rows, ids) / numbers(keys, ids)).max(-1)
     return speeds, ids.gather(1, at[:, None]).squeeze(1)
+
+
+def _block_of(ids: torch.Tensor) -> torch.Tensor:
+    """The block in which each of ``ids`` lies."""
+    return (ids >> _CHUNK_BITS << _APART_BITS).bitwise_or_(ids & (_APART - 1))
+
+
+def _place_of(ids: torch.Tensor) -> torch.Tensor:
+    """Which of its block's tokens each of ``ids`` is."""
+    return (ids >> _APART_BITS).bitwise_and_(_BLOCK - 1)
+
+
+def _ids_of(blocks: torch.Tensor) -> torch.Tensor:
+    """The ids [m, 32] that lie in each of ``blocks`` [m]."""
+    first = (blocks >> _APART_BITS << _CHUNK_BITS).bitwise_or_(blocks & (_APART - 1))
+    return first[:, None] + _APART * torch.arange(_BLOCK, device=blocks.device)
 
 
 def _least(keys: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
