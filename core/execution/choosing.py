@@ -71,7 +71,7 @@ class TokenChooser:
     """Holds the sampling state of the worker's requests. ``processors`` apply in their order."""
 
     def __init__(self, processors: Sequence[LogitsProcessor], vocab_size: int, device: str) -> None:
-        self._table = SamplingTable(device)
+        self._table = SamplingTable(device, vocab_size)
         self._processors = processors
         self._wanted: dict[str, tuple[LogitsProcessor, ...]] = {}
         self._scored: dict[str, int] = {}

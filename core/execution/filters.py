@@ -108,7 +108,7 @@ def weights_of(x: torch.Tensor, top: torch.Tensor, group: Group, cut_min_p: bool
 
     The best is taken away before the division, so that no temperature can overflow.
     """
-    weights = _before_rounding_(x - top, group)
+    weights = _scaled_weights_(x - top, group)
     if cut_min_p:
         # Kept is what exceeds the last float32 below the least weight. Operators on bool and int64 take a multiple.
         least = _least_weight(group)
@@ -118,10 +118,10 @@ def weights_of(x: torch.Tensor, top: torch.Tensor, group: Group, cut_min_p: bool
     return weights.long()
 
 
-def _before_rounding_(below: torch.Tensor, group: Group) -> torch.Tensor:
-    """Of logits less their row's best, before they are made whole numbers. In place."""
-    scale = (1.0 / (group.temperature * log(2.0))).to(below.dtype)
-    return _exp2_(below.mul_(scale)).mul_(ONE)
+def _scaled_weights_(differences: torch.Tensor, group: Group) -> torch.Tensor:
+    """Logits less their row's best -> weights in [0, 2**40], not yet whole numbers. In place."""
+    scale = (1.0 / (group.temperature * log(2.0))).to(differences.dtype)
+    return _exp2_(differences.mul_(scale)).mul_(ONE)
 
 
 def _least_weight(group: Group) -> torch.Tensor:
@@ -156,8 +156,7 @@ def _filtered(
     """
     mass = None
     # An accelerator sorts everything at once: looking which rows are done would make the host wait.
-    for width in _WIDTHS if logits.is_cpu else ():
-        width = max(width, group.largest_k + 1)
+    for width in sorted({max(width, group.largest_k + 1) for width in _WIDTHS}) if logits.is_cpu else ():
         if width >= logits.shape[1]:
             break
         values, ids, mass = _look(logits, best, group, width, mass, scratch)
@@ -185,7 +184,7 @@ def _look(
     for part, x, top in _slices(logits, best, group, scratch):
         found.append(best_of(x, width))
         if mass is None and part.uses_mass:
-            weights = _before_rounding_(torch.sub(x, top, out=scratch.take("weights", x.shape, torch.float32)), part)
+            weights = _scaled_weights_(torch.sub(x, top, out=scratch.take("weights", x.shape, torch.float32)), part)
             masses.append(scratch.take("whole", x.shape, torch.int64).copy_(weights).sum(-1, keepdim=True))
     values, ids = map(torch.cat, zip(*found, strict=True))
     if mass is None:

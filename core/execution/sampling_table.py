@@ -12,8 +12,9 @@ import torch
 from hotswap.core.execution.randomness import Array, Stream, keys, uniforms
 from hotswap.core.request import SamplingParams
 
-_LARGEST_K = 1 << 31
-"""No vocabulary is as large, and a client's number may be too large for any float."""
+_LARGEST_VOCABULARY = 1 << 31
+_SMALL_K = 127
+"""With no more, rows share a group whatever their top-k: looking for fewer would not be quicker."""
 
 _COLUMNS = np.dtype([
     ("parameters", np.float64, (5,)), ("seed", np.uint64), ("greedy", np.bool_), ("filtered", np.bool_),
@@ -38,8 +39,13 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of a batch that take the same path. ``rows`` [n] int64, rising; ``parameters`` [n, 5] float64, infinity
-    being top-k, top-p or typical turned off; ``filtered``: top-k or top-p is on; ``uses_mass``: top-k is not."""
+    """Rows of a batch that take the same path.
+
+    ``rows`` [n] int64, rising; ``parameters`` [n, 5] float64, infinity being top-k, top-p or typical turned off.
+    ``filtered``: every row has top-k or top-p; otherwise none has. ``uses_mass``: no row has top-k, so that top-p is a
+    share of the mass of all tokens; otherwise every row has top-k. ``largest_k``: of the rows' top-k, 0 where there is
+    none. ``cuts_min_p``, ``cuts_typical``: some row has that filter.
+    """
 
     rows: torch.Tensor
     parameters: torch.Tensor
@@ -125,8 +131,9 @@ class SamplingTable:
     The last batch's groups are kept: a decode step of the same rows as before costs only its positions.
     """
 
-    def __init__(self, device: "torch.device | str" = "cpu") -> None:
-        self._device = torch.device(device)
+    def __init__(self, device: "torch.device | str" = "cpu", vocab_size: int = _LARGEST_VOCABULARY) -> None:
+        """``vocab_size``: the width of the logits. A top-k that leaves all of them is none, and costs nothing."""
+        self._device, self._vocab_size = torch.device(device), vocab_size
         self._scratch = Scratch(self._device)
         self._columns = np.zeros(64, dtype=_COLUMNS)
         self._slots: dict[str, int] = {}
@@ -138,8 +145,15 @@ class SamplingTable:
         slot = self._slots.get(request)
         if slot is None:
             slot = self._slots[request] = self._free.pop() if self._free else self._grow()
-        self._columns[slot] = _record(params, seed)
+        self._columns[slot] = self._record(params, seed)
         self._last = None
+
+    def _record(self, params: SamplingParams, seed: int) -> tuple[Any, ...]:
+        # Off is infinity: the running sum of a filter that is off stays below its limit whatever the rounding.
+        top_k = float(params.top_k) if 0 < params.top_k < self._vocab_size else inf
+        top_p, typical_p = (p if p < 1.0 else inf for p in (params.top_p, params.typical_p))
+        parameters = (params.temperature, top_k, top_p, params.min_p, typical_p)
+        return parameters, seed % 2**64, params.greedy, min(top_k, top_p) < inf
 
     def _grow(self) -> int:
         size = len(self._columns)
@@ -164,33 +178,37 @@ class SamplingTable:
         return SamplingBatch(np.asarray(positions, dtype=np.int64), columns, groups, self._scratch)
 
 
-def _record(params: SamplingParams, seed: int) -> tuple[Any, ...]:
-    # Off is infinity: the running sum of a filter that is off stays below its limit whatever the rounding.
-    top_k = float(min(params.top_k, _LARGEST_K)) if params.top_k > 0 else inf
-    top_p, typical_p = (p if p < 1.0 else inf for p in (params.top_p, params.typical_p))
-    parameters = (params.temperature, top_k, top_p, params.min_p, typical_p)
-    return parameters, seed % 2**64, params.greedy, min(top_k, top_p) < inf
-
-
 def _group(columns: Array, device: torch.device) -> tuple[Group, ...]:
-    """The rows that are not greedy: without filters that need the best tokens first, and with them; of these, whether
-    the mass of all tokens has to be known."""
+    """The rows that are not greedy, by the path they take."""
     groups = []
-    without_top_k = columns["parameters"][:, 1] == inf
-    for filtered, uses_mass in ((False, True), (True, False), (True, True)):
-        alike = (columns["filtered"] == filtered) & ((without_top_k == uses_mass) | (not filtered))
-        rows = np.flatnonzero(~columns["greedy"] & alike)
-        if not len(rows):
-            continue
+    paths = _paths(columns, device)
+    for path in np.unique(paths[~columns["greedy"]]):
+        rows = np.flatnonzero(~columns["greedy"] & (paths == path))
         parameters = columns["parameters"][rows]
         top_k, min_p, typical_p = parameters[:, 1], parameters[:, 3], parameters[:, 4]
+        has_top_k = top_k < inf
         groups.append(Group(
             rows=torch.from_numpy(rows).to(device),
             parameters=torch.from_numpy(parameters).to(device),
-            filtered=filtered,
+            filtered=bool(columns["filtered"][rows[0]]),
             cuts_min_p=bool((min_p > 0).any()),
             cuts_typical=bool((typical_p < inf).any()),
-            uses_mass=uses_mass,
-            largest_k=int(top_k[top_k < inf].max(initial=0)),
+            uses_mass=not has_top_k.any(),
+            largest_k=int(top_k[has_top_k].max(initial=0)),
         ))  # fmt: skip
     return tuple(groups)
+
+
+def _paths(columns: Array, device: torch.device) -> Array:
+    """[N]: 0 without top-k and top-p, 1 with top-p alone, else 2 or more.
+
+    On a CPU as many of a group's best tokens are looked for as its largest top-k wants, and one request must not make
+    the others' share of a step dear: there, rows share a group whose top-k is within a factor of two. An accelerator
+    sorts everything.
+    """
+    top_k = columns["parameters"][:, 1]
+    has_top_k = top_k < inf
+    if device.type != "cpu":
+        return np.where(has_top_k, 2, columns["filtered"])
+    _, bits = np.frexp(np.clip(top_k, _SMALL_K, _LARGEST_VOCABULARY))
+    return np.where(has_top_k, bits, columns["filtered"])

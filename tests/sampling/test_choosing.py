@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hotswap.core.execution import filters
 from hotswap.core.execution.choosing import ChoiceRows, Choices, TokenChooser
 from hotswap.core.interfaces.logits import LogitsProcessor
 from hotswap.core.interfaces.messages import NewRequest
@@ -64,6 +65,13 @@ def test_a_faulty_row_among_greedy_ones_is_an_error_of_its_own(choose: Choose) -
     found = choose(logits, [{"temperature": 0}] * 3)
     assert found.errors.keys() == {1} and "NaN" in found.errors[1]
     assert [found.kept[row] for row in (0, 2)] == [[int(logits[row].float().argmax())] for row in (0, 2)]
+
+
+def test_a_top_k_of_the_whole_vocabulary_costs_no_sort(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = logits_of(3)
+    expected = choose(logits.clone(), [{"temperature": 0.7}] * 3)
+    monkeypatch.setattr(filters, "best_of", None)
+    assert choose(logits, [{"temperature": 0.7, "top_k": k} for k in (VOCAB_SIZE, VOCAB_SIZE + 1, 2**70)]) == expected
 
 
 class Faulty(LogitsProcessor):

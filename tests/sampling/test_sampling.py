@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -150,6 +150,66 @@ def test_where_top_p_ends_depends_on_no_top_k_beside_it(make_batch: Any) -> None
     alone = processed_probs(logits[:1], make_batch([row]))
     assert (alone > 0).sum() == 51
     assert torch.equal(processed_probs(logits, make_batch([row, beside]))[0], alone[0])
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, int]]:
+    """Each search for the best tokens from here on: the rows' first logits, and how many tokens are looked for."""
+    seen: list[tuple[torch.Tensor, int]] = []
+
+    def recorded(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append((x[:, 0].clone(), width))
+        return best_of(x, width)
+
+    monkeypatch.setattr(filters, "best_of", recorded)
+    return seen
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    top_ks=st.lists(st.integers(1, 3500) | st.sampled_from([1, 127, 128, 255, 256, 2047, 2048, 60_000]), min_size=1,
+                    max_size=8),
+    top_p=st.sampled_from([1.0, 0.9]), seed=st.integers(0, 100),
+)  # fmt: skip
+def test_a_row_is_searched_for_its_own_top_k_whatever_its_neighbours_ask(
+    top_ks: list[int], top_p: float, seed: int, make_batch: Any, looks: list[tuple[torch.Tensor, int]]
+) -> None:
+    logits = random_logits(len(top_ks), 3000, seed)
+    batch = make_batch([SamplingParams(top_k=top_k, top_p=top_p) for top_k in top_ks])
+    looks.clear()
+    tokens = sample(logits, batch).tokens
+    for row, top_k in enumerate(top_ks):
+        widths = [width for first, width in looks if (first == logits[row, 0]).any()]
+        assert len(widths) == 1 and min(top_k, 2999) < widths[0] <= max(128, 2 * top_k)
+    for row in range(len(top_ks)):
+        assert sample(logits[row : row + 1], batch.select(np.array([row]))).tokens[0] == tokens[row]
+
+
+def test_an_accelerator_which_sorts_everything_takes_all_top_k_together() -> None:
+    table = SamplingTable("meta")
+    for name, top_k in (("a", 3), ("b", 0), ("c", 2000)):
+        table.add(name, SamplingParams(top_k=top_k), 0)
+    assert [len(group.rows) for group in table.batch("abc", np.zeros(3, int)).groups] == [1, 2]
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"min_p": 0.01}, {"typical_p": 0.8}])
+def test_a_top_k_of_the_whole_vocabulary_is_none(
+    fields: dict[str, float], make_batch: Any, looks: list[tuple[torch.Tensor, int]]
+) -> None:
+    logits = random_logits(3, 500)
+    off, least, largest = (SamplingParams(top_k=top_k, **fields) for top_k in (0, 500, 2**70))  # type: ignore[arg-type]
+    expected = processed_probs(logits, make_batch([off] * 3))
+    looks.clear()
+    table = SamplingTable(vocab_size=500)
+    for name, params in zip("abc", (off, least, largest), strict=True):
+        table.add(name, params, 7)
+    batch = table.batch("abc", np.zeros(3, int))
+    assert torch.equal(processed_probs(logits, batch), expected)
+    alike = logits[:1].expand(3, -1)
+    assert len(set(sample(alike, batch).tokens.tolist())) == 1
+    assert bool(looks) == ("top_p" in fields)
+    # A table that does not know the vocabulary sorts, and finds the same.
+    assert torch.equal(processed_probs(logits, make_batch([off, least, largest])), expected)
 
 
 def test_slices_and_widths_do_not_change_a_token(make_batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
