@@ -67,8 +67,12 @@ def _mapped(size: int) -> tuple[mmap.mmap, int] | None:
 
 
 def _map(size: int) -> tuple[mmap.mmap, int]:
-    """So many bytes at least, and where a large page begins in them."""
-    chunk = mmap.mmap(-1, -(-size // PAGE) * PAGE + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """So many bytes at least, and where a large page begins in them. MemoryError, as numpy has it, where the system
+    refuses them."""
+    try:
+        chunk = mmap.mmap(-1, -(-size // PAGE) * PAGE + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes cannot be mapped: {error.strerror}") from error
     with suppress(OSError):  # a kernel without them
         chunk.madvise(mmap.MADV_HUGEPAGE)
     return chunk, -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % PAGE

@@ -97,3 +97,9 @@ def test_a_cache_has_its_first_pages_soon():
         assert time.monotonic() < until
         time.sleep(0.01)
     assert not bool(zeroed.any())
+
+
+@pytest.mark.parametrize("make", [memory.empty, memory.zeros])
+def test_memory_that_the_system_refuses_is_a_memory_error(make):
+    with pytest.raises(MemoryError, match=f"^{1 << 50} bytes cannot be mapped: "):
+        make(1 << 50)
