@@ -23,13 +23,16 @@ from hotswap.core.interfaces.graphs import CaptureError, GraphDevice, Replay
 from hotswap.plugins.cpu.arena import Arena
 from hotswap.plugins.cpu.team import Call, Kernel, compile_kernels, parallel_address, recording
 
-_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 """Functions that give Python what a tensor holds, and that torch does not dispatch."""
+
+_SPLITS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
+"""Functions that read a tensor which says where to split, without an operator for it."""
 
 _SHAPED_BY_VALUES = frozenset({
     "nonzero", "nonzero_numpy", "argwhere", "where.default", "masked_select", "bincount", "repeat_interleave.Tensor",
-    "repeat_interleave.self_Tensor", "_unique", "_unique2", "unique_dim", "unique_consecutive",
-    "unique_dim_consecutive"})
+    "repeat_interleave.self_Tensor", "narrow.Tensor", "one_hot", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "unique_dim_consecutive"})
 """Operators, or overloads, whose result has a shape that depends on what tensors hold."""
 
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -124,9 +127,14 @@ class _NoReading(TorchFunctionMode):
     """What Python reads of a tensor would be the same in each replay."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
+        splits = func in _SPLITS and any(isinstance(x, torch.Tensor) for x in (*args[1:], *_but_input(kwargs)))
+        if func in _READS or splits:
             raise CaptureError(f"Tensor.{func.__name__} makes Python wait for what tensors hold")
         return func(*args, **(kwargs or {}))
+
+
+def _but_input(kwargs: Mapping[str, Any] | None) -> list[Any]:
+    return [x for name, x in (kwargs or {}).items() if name not in ("input", "self")]
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's have no annotations

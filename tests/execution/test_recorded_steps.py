@@ -351,7 +351,11 @@ def test_memory_of_the_arena_is_given_out_once_at_a_time():
     lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: bool((x > 0).all()),
     lambda x: torch.where(x > 0), lambda x: torch.allclose(x, x), lambda x: x.repeat_interleave(x.long()),
     lambda x: x[x.to(torch.uint8)], lambda x: x.tolist(), lambda x: x.numpy(), lambda x: np.asarray(x),
-], ids=["item", "nonzero", "mask", "truth", "where", "allclose", "repeat", "bytes", "tolist", "numpy", "array"])
+    lambda x: np.from_dlpack(x), lambda x: torch.tensor_split(x, x.long()), lambda x: x.tensor_split(x.long()),
+    lambda x: torch.tensor_split(input=x, tensor_indices_or_sections=x.long()),
+    lambda x: x.narrow(0, x.long().sum() - 2, 1), lambda x: torch.nn.functional.one_hot(x.long()),
+], ids=["item", "nonzero", "mask", "truth", "where", "allclose", "repeat", "bytes", "tolist", "numpy", "array",
+        "dlpack", "split", "method_split", "named_split", "narrow", "one_hot"])
 @pytest.mark.parametrize("inference", [True, False])
 def test_what_python_waits_for_is_named(look, inference):
     with torch.inference_mode(inference), pytest.raises(
