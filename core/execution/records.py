@@ -11,7 +11,7 @@ says by ``GraphDevice.on_demand`` that a replay finds them.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ MOST_RECORDS = 256
 """Those that were not replayed for the longest time are let go."""
 
 _Sizes = tuple[int | None, ...]
+_Key = tuple[Hashable, _Sizes]
+"""The device's setting, and sizes."""
 
 
 class RecordedForward:
@@ -46,17 +48,18 @@ class RecordedForward:
         self.counts = EventCounts(prefix)
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: Sequence[torch.Tensor] = []
-        self._records: OrderedDict[_Sizes, tuple[Replay, list[torch.Tensor]]] = OrderedDict()
-        self._seen: OrderedDict[_Sizes, bool] = OrderedDict()  # whether they can be recorded, for all that is known
+        self._records: OrderedDict[_Key, tuple[Replay, list[torch.Tensor]]] = OrderedDict()
+        self._seen: OrderedDict[_Key, bool] = OrderedDict()  # whether it can be recorded, for all that is known
         self._reasons: set[str] = set()
 
     def __call__(self, *inputs: torch.Tensor | None) -> Sequence[torch.Tensor]:
         """The results are copies: a later call does not change them."""
-        sizes = tuple(None if tensor is None else tensor.shape[0] for tensor in inputs)
-        record = self._records.get(sizes)
+        sizes = _sizes(inputs)
+        key = self._device.setting(), sizes
+        record = self._records.get(key)
         if record is None:
-            return self._without_record(sizes, inputs)
-        self._records.move_to_end(sizes)
+            return self._without_record(key, inputs)
+        self._records.move_to_end(key)
         self._place(sizes, inputs)
         replay, outputs = record
         replay()
@@ -66,9 +69,9 @@ class RecordedForward:
     def verify(self, *others: Sequence[torch.Tensor | None]) -> None:
         """Whether what is recorded is all that the pass does: recorded for the first of ``others`` and replayed for
         each of them, it must give what it gives, or else CaptureError. All have equal sizes, which are planned."""
-        sizes = tuple(None if tensor is None else tensor.shape[0] for tensor in others[0])
+        sizes, outputs = _sizes(others[0]), list[torch.Tensor]()
         self._eagerly(others[0])
-        replay, outputs, _ = self._record(sizes, others[0])
+        replay = self._record(sizes, others[0], outputs)
         for inputs in others:
             self._place(sizes, inputs)
             replay()
@@ -78,37 +81,39 @@ class RecordedForward:
                         "a replayed step gives other numbers than the step: something in it is neither an operator of "
                         "torch's nor a kernel that is recorded")
 
-    def _without_record(self, sizes: _Sizes, inputs: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
-        if max(size or 0 for size in sizes) > self._most:
+    def _without_record(self, key: _Key, inputs: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+        if max(size or 0 for size in key[1]) > self._most:
             self.counts.add("eager_long_steps")
-        elif sizes not in self._seen:
-            self._seen[sizes] = True
+        elif key not in self._seen:
+            self._seen[key] = True
             if len(self._seen) > 8 * MOST_RECORDS:
                 self._seen.popitem(last=False)
             self.counts.add("eager_first_sizes")
-        elif not self._seen[sizes]:
+        elif not self._seen[key]:
             self.counts.add("eager_uncaptured")
-        elif (results := self._keep_record(sizes, inputs)) is not None:
+        elif (results := self._keep_record(key, inputs)) is not None:
             return results
         return self._eagerly(inputs)
 
-    def _keep_record(
-        self, sizes: _Sizes, inputs: Sequence[torch.Tensor | None],
-    ) -> Sequence[torch.Tensor] | None:
-        """The results, where the pass can be recorded."""
+    def _keep_record(self, key: _Key, inputs: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor] | None:
+        """The results; None where the pass was not carried through."""
+        outputs: list[torch.Tensor] = []
         try:
-            replay, outputs, results = self._record(sizes, inputs)
+            replay = self._record(key[1], inputs, outputs)
         except CaptureError as error:
-            self._seen[sizes] = False
+            self._seen[key] = False
             if str(error) not in self._reasons:
-                logger.warning("steps such as this one, of %s tokens, run eagerly, since %s", sizes[0], error)
+                logger.warning("steps such as this one, of %s tokens, run eagerly, since %s", key[1][0], error)
             self._reasons.add(str(error))
-            return None
-        self._records[sizes] = replay, outputs
-        if len(self._records) > MOST_RECORDS:
-            self._records.popitem(last=False)
-        self.counts.add("graph_captures")
-        return results
+            self.counts.add("eager_uncaptured")
+            if len(outputs) < len(self._outputs):
+                return None
+        else:
+            self._records[key] = replay, outputs
+            if len(self._records) > MOST_RECORDS:
+                self._records.popitem(last=False)
+            self.counts.add("graph_captures")
+        return [output.clone() for output in outputs]
 
     def _eagerly(self, inputs: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
         results = self._forward(*inputs)
@@ -117,17 +122,16 @@ class RecordedForward:
         return results
 
     def _record(
-        self, sizes: _Sizes, inputs: Sequence[torch.Tensor | None],
-    ) -> tuple[Replay, list[torch.Tensor], list[torch.Tensor]]:
-        """What replays the pass, where its results then are, and those of ``inputs``."""
-        placed, outputs = self._place(sizes, inputs), list[torch.Tensor]()
+        self, sizes: _Sizes, inputs: Sequence[torch.Tensor | None], outputs: list[torch.Tensor],
+    ) -> Replay:
+        """What replays the pass; ``outputs`` gets where its results are, now and after each replay."""
+        placed = self._place(sizes, inputs)
 
         def run() -> None:
             for output, result in zip(self._outputs, self._forward(*placed), strict=True):
                 outputs.append(output[: len(result)].copy_(result))
 
-        replay = self._device.capture(run)
-        return replay, outputs, [output.clone() for output in outputs]
+        return self._device.capture(run)
 
     def _place(self, sizes: _Sizes, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Copy ``inputs`` to where records of these sizes read them."""
@@ -140,6 +144,10 @@ class RecordedForward:
                 self._inputs[number] = tensor.new_empty(self._most, *tensor.shape[1:])
             placed.append(self._inputs[number][:size].copy_(tensor))
         return placed
+
+
+def _sizes(inputs: Sequence[torch.Tensor | None]) -> _Sizes:
+    return tuple(None if tensor is None else tensor.shape[0] for tensor in inputs)
 
 
 def padding_layout(table: RequestTable, groups: Sequence[str], device: str) -> BatchLayout:

@@ -1,7 +1,7 @@
 """What records steps of the model on a kind of device, and replays them. An attention backend may bring one along."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 Replay = Callable[[], None]
@@ -23,9 +23,16 @@ class GraphDevice(ABC):
     on_demand: ClassVar[bool] = False
     bytes_per_layer: ClassVar[int]
 
+    def setting(self) -> Hashable:
+        """What a record holds for, beside the sizes that it was made of; with another setting, others are made."""
+        return None
+
     @abstractmethod
     def capture(self, run: Callable[[], None]) -> Replay:
         """Call ``run`` to warm up where that is needed, record it, and return what replays the record, on the thread
-        that steps run on. If ``on_demand``, ``run`` is called once, and its results are good. All captures share memory
-        for what is only alive within them, so that replays must not overlap. CaptureError for what cannot be recorded.
+        that steps run on. All captures share memory for what is only alive within them, so that replays must not
+        overlap. CaptureError for what cannot be recorded.
+
+        If ``on_demand``, ``run`` is called once, and its results are good, even where CaptureError says afterwards that
+        it cannot be recorded: a step may change what it must not change twice.
         """

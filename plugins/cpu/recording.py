@@ -29,6 +29,9 @@ _READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__arra
 _SPLITS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
 """Functions that read a tensor which says where to split, without an operator for it."""
 
+_COLLECTS = frozenset({torch.tensor, torch.as_tensor})
+"""Functions that read the tensors of a list."""
+
 _SHAPED_BY_VALUES = frozenset({
     "nonzero", "nonzero_numpy", "argwhere", "where.default", "masked_select", "bincount", "repeat_interleave.Tensor",
     "repeat_interleave.self_Tensor", "narrow.Tensor", "one_hot", "_unique", "_unique2", "unique_dim",
@@ -73,18 +76,22 @@ class StepRecorder(GraphDevice):
     def __init__(self) -> None:
         self._arena = Arena()
 
+    def setting(self) -> int:
+        """Of how many threads the teams are that a replay calls for."""
+        return torch.get_num_threads()
+
     def capture(self, run: Callable[[], None]) -> Replay:
         replay: Kernel = import_module("hotswap.plugins.cpu.replay_kernels").replay  # late: it imports numba
         compile_kernels([replay])
         parts = list[Call | Replay]()
-        operators = _Operators(self._arena, parts.append)
+        faults = _Faults()
+        operators = _Operators(self._arena, parts.append, faults)
         try:
-            with recording(parts.append), operators, _NoReading():
+            with recording(parts.append), operators, _NoReading(faults):
                 run()
-        except CaptureError:
-            raise
         except Exception as error:  # the same step, run eagerly, tells whether the fault is its own
             raise CaptureError(f"recording it raised {type(error).__name__}: {error}") from error
+        faults.check()
         return _Record(replay, parts, (self._arena, operators.outside))
 
 
@@ -123,27 +130,56 @@ class _Calls:
         self._replay(self, shared=False)
 
 
+class _Faults:
+    """What cannot be recorded, as it is found. What is recorded is carried through nevertheless: begun anew, it would
+    change twice what it changes."""
+
+    def __init__(self) -> None:
+        self._first = ""
+
+    def reads(self, what: object) -> None:
+        self._first = self._first or f"{what} makes Python wait for what tensors hold"
+
+    def check(self) -> None:
+        """CaptureError with the first of them."""
+        if self._first:
+            raise CaptureError(self._first)
+
+
 class _NoReading(TorchFunctionMode):
     """What Python reads of a tensor would be the same in each replay."""
 
+    def __init__(self, faults: _Faults) -> None:
+        super().__init__()
+        self._faults = faults
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        splits = func in _SPLITS and any(isinstance(x, torch.Tensor) for x in (*args[1:], *_but_input(kwargs)))
-        if func in _READS or splits:
-            raise CaptureError(f"Tensor.{func.__name__} makes Python wait for what tensors hold")
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if _reads_unseen(func, args, kwargs):
+            self._faults.reads(f"{'torch' if func in _COLLECTS else 'Tensor'}.{func.__name__}")
+        return func(*args, **kwargs)
 
 
-def _but_input(kwargs: Mapping[str, Any] | None) -> list[Any]:
-    return [x for name, x in (kwargs or {}).items() if name not in ("input", "self")]
+def _reads_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it reads what tensors hold without an operator that tells."""
+    if func in _SPLITS:
+        return _has_tensors((args[1:], [x for name, x in kwargs.items() if name not in ("input", "self")]))
+    if func in _COLLECTS:
+        return any(isinstance(x, list | tuple) and _has_tensors(x) for x in args[:1])
+    return func in _READS
+
+
+def _has_tensors(tree: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) for x in tree_leaves(tree))
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's have no annotations
     """Runs torch's operators; what they make lies in the arena; and says by ``note`` what does the same again.
     ``outside``: tensors elsewhere that nothing else keeps, since what gave them is not run again."""
 
-    def __init__(self, arena: Arena, note: Callable[[Replay], None]) -> None:
+    def __init__(self, arena: Arena, note: Callable[[Replay], None], faults: _Faults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._arena, self._note = arena, note
+        self._arena, self._note, self._faults = arena, note, faults
         self.outside: list[torch.Tensor] = []
 
     @classmethod
@@ -162,7 +198,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         given = {_identity(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **kwargs)
         if kind is _Kind.READS or _reads_values(func, args, out):
-            raise CaptureError(f"{func} makes Python wait for what tensors hold")
+            self._faults.reads(func)
+            return out
         new = {
             place: x for place, x in enumerate(tree_leaves(out))
             if isinstance(x, torch.Tensor) and _identity(x) not in given}

@@ -44,7 +44,7 @@ def _run(typing, kernel, data):
 
 @intrinsic
 def _share(typing, parallel, kernel, data, threads):
-    """``parallel(kernel, data, threads, 0)``: see :func:`hotswap.plugins.cpu.team.parallel`."""
+    """``parallel(kernel, data, threads, 0)``: see :func:`hotswap.plugins.cpu.team.parallel_address`."""
 
     def generate(context, builder, signature, arguments):
         word = ir.IntType(32)

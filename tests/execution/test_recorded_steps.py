@@ -26,7 +26,8 @@ from hotswap.plugins.speculators.none import NoSpeculator
 
 pytest.importorskip("numba")
 
-from hotswap.plugins.attention.cpu import CPUAttention  # they import numba
+from hotswap.plugins.attention import cpu as cpu_attention  # they import numba
+from hotswap.plugins.attention.cpu import CPUAttention
 from hotswap.plugins.cpu.arena import Arena
 from hotswap.plugins.cpu.recording import StepRecorder
 from hotswap.plugins.operators.cpu import CPUOperators
@@ -143,7 +144,7 @@ def test_records_that_are_not_used_are_let_go(monkeypatch):
     for size in (1, 1, 2, 2, 1, 3, 3):  # each is recorded when it comes for the second time; 1 is used after 2
         x = torch.randn(size)
         assert torch.equal(*forward(x), x * 2)
-    assert list(forward._records) == [(1,), (3,)]
+    assert [sizes for _, sizes in forward._records] == [(1,), (3,)]
     before = len(passes)
     forward(torch.randn(1))
     assert len(passes) == before
@@ -196,6 +197,74 @@ def test_a_fault_while_a_step_is_recorded_harms_nobody(make, model, reference, m
     assert host.records.counts.totals["graph_replays"] == 1, "of two tokens"
 
 
+def test_a_pass_that_cannot_be_recorded_is_carried_through_and_changes_things_once():
+    count = torch.zeros(1)
+
+    def forward(x):
+        count.add_(1)
+        return [x * float(x.sum()), x + 1]
+
+    record = RecordedForward(StepRecorder(), forward, 8)
+    for turn in range(1, 5):
+        x = torch.full((3,), float(turn))
+        first, second = record(x)
+        assert torch.equal(first, x * 3 * turn)
+        assert torch.equal(second, x + 1)
+        assert count.item() == turn
+    assert record.counts.totals == {"eager_first_sizes": 1, "eager_uncaptured": 3}
+
+
+def test_what_was_recorded_for_other_threads_is_recorded_anew():
+    passes, threads = [], torch.get_num_threads()
+    forward = RecordedForward(StepRecorder(), lambda x: passes.append(torch.get_num_threads()) or [x * 2], 8)
+    try:
+        for number in (1, 1, 1, 2, 2, 2, 1, 2):
+            torch.set_num_threads(number)
+            assert torch.equal(*forward(torch.ones(4)), torch.full((4,), 2.0))
+    finally:
+        torch.set_num_threads(threads)
+    assert passes == [1, 1, 2, 2]
+    assert forward.counts.totals["graph_replays"] == 4
+
+
+def test_two_engines_that_share_a_model_replay_steps_of_their_own(make, reference):
+    hosts = [make(), make()]
+    for place, host in enumerate(hosts):
+        for name in "ab":
+            host.new(name, [place + 3, *range(5, 9 + 4 * place)])
+            host.prefill(name)
+    for turn in range(8):
+        for place, host in enumerate(hosts):
+            decode(host, "ab"[: 1 + (turn + place) % 2])
+    for place, host in enumerate(hosts):
+        assert host.records.counts.totals["graph_replays"] == 4
+        for name in "ab":
+            prompt, got = [place + 3, *range(5, 9 + 4 * place)], host.tokens[name]
+            assert got == prompt + reference.greedy(prompt, len(got) - len(prompt))
+
+
+def test_a_record_finds_the_plan_where_it_has_moved_to_for_a_larger_step(make, reference, monkeypatch):
+    moved, grow = [], cpu_attention._State._grow
+    monkeypatch.setattr(cpu_attention._State, "_grow", lambda self: moved.append(grow(self)) or moved[-1])
+    host, prompts = make(), {"a": [3, 4], **{name: [place, *range(60)] * 2 for place, name in enumerate("bcd", 5)}}
+    host.new("a", prompts["a"])
+    host.prefill("a")
+    for _ in range(3):
+        decode(host, "a")
+    assert host.records.counts.totals["graph_replays"] == 1
+    moved.clear()
+    for name in "bcd":
+        host.new(name, prompts[name])
+        host.prefill(name)
+    decode(host, "abcd")
+    assert any(moved)
+    for _ in range(3):
+        decode(host, "a")
+    assert host.records.counts.totals["graph_replays"] == 4
+    got = host.tokens["a"]
+    assert got == prompts["a"] + reference.greedy(prompts["a"], len(got) - 2)
+
+
 def test_another_attention_backend_is_recorded_only_if_it_brings_a_recorder_along(model, caplog):
     settings = WorkerSettings("float32", "cpu", 160, 256, 6, graphs=(GraphKey(64, 1),))
     worker = ModelWorker(
@@ -235,7 +304,7 @@ def test_a_step_that_looks_at_numbers_cannot_be_recorded_and_stays_eager(make, m
         decode(host, "ab")
     assert host.tokens["b"] == [5, 6, 7, *reference.greedy([5, 6, 7], 5)]
     assert caplog.text.count("of 2 tokens, run eagerly, since aten.item") == 1
-    assert host.records.counts.totals["eager_uncaptured"] == 2
+    assert host.records.counts.totals["eager_uncaptured"] == 3
 
 
 # The recorder
@@ -354,12 +423,14 @@ def test_memory_of_the_arena_is_given_out_once_at_a_time():
     lambda x: np.from_dlpack(x), lambda x: torch.tensor_split(x, x.long()), lambda x: x.tensor_split(x.long()),
     lambda x: torch.tensor_split(input=x, tensor_indices_or_sections=x.long()),
     lambda x: x.narrow(0, x.long().sum() - 2, 1), lambda x: torch.nn.functional.one_hot(x.long()),
+    lambda x: torch.tensor([x[0], x[1]]), lambda x: torch.as_tensor([[x[0]], [x[1]]]),
 ], ids=["item", "nonzero", "mask", "truth", "where", "allclose", "repeat", "bytes", "tolist", "numpy", "array",
-        "dlpack", "split", "method_split", "named_split", "narrow", "one_hot"])
+        "dlpack", "split", "method_split", "named_split", "narrow", "one_hot", "list", "lists"])
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("inference", [True, False])
 def test_what_python_waits_for_is_named(look, inference):
     with torch.inference_mode(inference), pytest.raises(
-            CaptureError, match=r"(aten|Tensor)\..* makes Python wait for what tensors hold"):
+            CaptureError, match=r"(aten|torch|Tensor)\..* makes Python wait for what tensors hold"):
         StepRecorder().capture(lambda: look(torch.ones(3)))
 
 
