@@ -9,8 +9,8 @@ from pydantic import BaseModel, ValidationError
 
 from hotswap.core.errors import ConfigError
 
-SECRET_KEY = re.compile(r"(^|_)(api_keys?|admin_key|tokens?|secrets?|passwords?|credentials?)$")
-"""Keys whose text is never shown."""
+SECRET_KEY = re.compile(r"^(?!(max|min|num)_)(.*_)?(api_keys?|admin_key|tokens?|secrets?|passwords?|credentials?)$")
+"""Keys whose text is never shown; ``max_batch_tokens`` is none, but a number of tokens."""
 
 HIDDEN = "<hidden>"
 

@@ -142,8 +142,8 @@ def choose(wanted: int | None, capability: Capability | None) -> Chosen:
     """A generation that is installed and runs on a device of ``capability`` (None: there is none). ConfigError."""
     if capability is None:
         raise ConfigError(
-            "FlashAttention needs a CUDA device of capability 8.0 or more, and none was found; choose attention torch, "
-            "or triton", "attention")
+            "FlashAttention needs a CUDA device of capability 8.0 or more, and none was found; choose attention cpu or "
+            "torch on a CPU, triton on another GPU", "attention")
     passed = []
     for generation in GENERATIONS:
         if wanted not in (None, generation.number):

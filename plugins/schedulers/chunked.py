@@ -25,8 +25,8 @@ class ChunkedScheduler(QueueScheduler):
         beside_decodes: Annotated[int, Field(ge=1)] | None = None
         """Most prompt tokens in a step that has decodes, since all of them wait for it; None: as the budget allows."""
         beside_decodes_backlog: Annotated[int, Field(ge=1)] | None = None
-        """Up to which ``beside_decodes`` grows with the backlog of prompts, so that ``BACKLOG_STEPS`` steps would serve
-        it: the decodes wait longer then, for fewer steps; None: it does not grow."""
+        """Up to which ``beside_decodes`` grows with the backlog of prompts, so that 32 steps would serve it: decodes
+        wait longer then, for fewer steps; None: it does not grow."""
 
         @model_validator(mode="after")
         def _grows(self) -> Self:
@@ -34,7 +34,8 @@ class ChunkedScheduler(QueueScheduler):
             if most is not None and (least is None or most < least):
                 raise ValueError(
                     f"beside_decodes_backlog is {most}, up to which beside_decodes grows, and that is "
-                    f"{'not set' if least is None else least}: set beside_decodes to at most {most}")
+                    f"{'not set' if least is None else least}: set beside_decodes to at most {most}, or "
+                    f"beside_decodes_backlog to null{'' if least is None else f' or at least {least}'}")
             return self
 
     def plan(self, ctx: PlanContext) -> StepPlan:

@@ -44,6 +44,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(values, wrong, meant
         ({"device": "cuda:x"}, "device", "'auto', 'cpu', 'cuda', or", "'cuda:x'"),
         ({"execution": {"num_threads": 100000}}, "execution.num_threads", "less than or equal to 1024", "100000"),
         ({"scheduler": {"max_batch_tokens": 0}}, "scheduler.max_batch_tokens", "greater than or equal to 1", "0"),
+        ({"scheduler": {"max_batch_tokens": "512"}}, "scheduler.max_batch_tokens", "integer", "'512'"),
         ({"execution": {"depth": 0}}, "execution.depth", "greater than or equal to 1", "0"),
         ({"scheduler": 3}, "scheduler", "a name", "3"),
         ({"observers": "metrics"}, "observers", "list", "'metrics'"),
@@ -55,6 +56,19 @@ def test_a_wrong_value_is_named_with_what_was_expected_and_what_was_given(values
     message = refusal(**values)
     assert message.startswith(f"{path}: ")
     assert expected in message and given in message
+
+
+@pytest.mark.parametrize(("values", "path", "given"), [
+    ({"scheduler": {"use": "chunked", "beside_decodes": True}}, "scheduler.beside_decodes", "True"),
+    ({"scheduler": {"use": "chunked", "beside_decodes": 64.0}}, "scheduler.beside_decodes", "64.0"),
+    ({"kvcache": {"share_pending": True}}, "kvcache.share_pending", "True"),
+    ({"speculator": {"use": "ngram", "max_draft": "4"}}, "speculator.max_draft", "'4'"),
+])
+def test_types_of_a_component_s_own_options_are_exact_too(values, path, given):
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config({"model": "m", **values}, environ={}).config, Registry())
+    assert path in str(caught.value)
+    assert given in str(caught.value)
 
 
 def test_all_problems_are_told_at_once():

@@ -194,7 +194,7 @@ def test_no_more_than_asked_for_is_computed_beside_decodes_whoever_waits_without
 
 @pytest.mark.parametrize("least", [None, 64])
 def test_what_is_computed_beside_decodes_cannot_grow_to_less_or_from_nothing(least: int | None) -> None:
-    with pytest.raises(ConfigError, match=f"beside_decodes_backlog is 32.*{least or 'not set'}: set .* at most 32"):
+    with pytest.raises(ConfigError, match=f"beside_decodes_backlog is 32.*{least or 'not set'}: set .* at most 32, or"):
         scheduler(beside_decodes=least, beside_decodes_backlog=32)
 
 
