@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, model_serializer, model_validator
 
 
 class ComponentOptions(BaseModel):
-    """Base of a component's part of the config. An unknown key is an error, and so is a value of another type."""
+    """Base of a component's part of the config. An unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RequestOptions(BaseModel):

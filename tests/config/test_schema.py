@@ -58,19 +58,6 @@ def test_a_wrong_value_is_named_with_what_was_expected_and_what_was_given(values
     assert expected in message and given in message
 
 
-@pytest.mark.parametrize(("values", "path", "given"), [
-    ({"scheduler": {"use": "chunked", "beside_decodes": True}}, "scheduler.beside_decodes", "True"),
-    ({"scheduler": {"use": "chunked", "beside_decodes": 64.0}}, "scheduler.beside_decodes", "64.0"),
-    ({"kvcache": {"share_pending": True}}, "kvcache.share_pending", "True"),
-    ({"speculator": {"use": "ngram", "max_draft": "4"}}, "speculator.max_draft", "'4'"),
-])
-def test_types_of_a_component_s_own_options_are_exact_too(values, path, given):
-    with pytest.raises(ConfigError) as caught:
-        check_config(load_config({"model": "m", **values}, environ={}).config, Registry())
-    assert path in str(caught.value)
-    assert given in str(caught.value)
-
-
 def test_all_problems_are_told_at_once():
     message = refusal(seed="x", server={"port": -1, "hosst": ""})
     assert "3 problems" in message
