@@ -162,16 +162,20 @@ def test_a_step_with_decodes_has_few_prompt_tokens_where_the_config_says_so() ->
     assert max(sum(step.values()) for step in steps if "first" not in step) > 6, "once nobody decodes, the budget holds"
 
 
-def test_a_backlog_of_prompts_gets_more_of_a_step_with_decodes_and_the_last_of_them_as_little_as_ever() -> None:
-    rig = make_rig(scheduler(beside_decodes=2, beside_decodes_backlog=6), max_batch_tokens=20, max_running=12)
-    rig.add("first", [1] * 20, 200)
+def tokens_beside_a_decode(max_running: int, max_new: int) -> list[int]:
+    """Of 20 prompts of 20 tokens that come while a request decodes, by step; up to 6 where there is a backlog."""
+    rig = make_rig(scheduler(beside_decodes=2, beside_decodes_backlog=6), max_batch_tokens=20, max_running=max_running)
+    rig.add("first", [1] * 20, max_new)
     rig.loop.turn()
     for i in range(20):
         rig.add(f"prompt {i}", [i % 5 + 2, i // 5, *([1] * 18)], 1)
     rig.run()
-    beside = [
-        sum(row.n_tokens for row in message.rows if row.request != "first") for message in rig.executor.messages[1:]
-        if any(row.request == "first" for row in message.rows)]
+    steps = [{row.request: row.n_tokens for row in message.rows} for message in rig.executor.messages[1:]]
+    return [sum(n for name, n in step.items() if name != "first") for step in steps if "first" in step]
+
+
+def test_a_backlog_of_prompts_gets_more_of_a_step_with_decodes_and_the_last_of_them_as_little_as_ever() -> None:
+    beside = tokens_beside_a_decode(max_running=12, max_new=200)
     # 11 of 20 have slots to wait for: 220 tokens, of which 32 steps would have to take 6 each.
     assert beside[0] == 6
     assert sum(beside) == 400
@@ -180,16 +184,7 @@ def test_a_backlog_of_prompts_gets_more_of_a_step_with_decodes_and_the_last_of_t
 
 
 def test_no_more_than_asked_for_is_computed_beside_decodes_whoever_waits_without_a_slot() -> None:
-    rig = make_rig(scheduler(beside_decodes=2, beside_decodes_backlog=6), max_batch_tokens=20, max_running=2)
-    rig.add("first", [1] * 20, 60)
-    rig.loop.turn()
-    for i in range(20):
-        rig.add(f"prompt {i}", [i % 5 + 2, i // 5, *([1] * 18)], 1)
-    rig.run()
-    beside = [
-        sum(row.n_tokens for row in message.rows if row.request != "first") for message in rig.executor.messages[1:]
-        if any(row.request == "first" for row in message.rows)]
-    assert set(beside) == {2}
+    assert set(tokens_beside_a_decode(max_running=2, max_new=60)) == {2}
 
 
 @pytest.mark.parametrize("least", [None, 64])
