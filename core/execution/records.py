@@ -106,7 +106,7 @@ class RecordedForward:
                 logger.warning("steps such as this one, of %s tokens, run eagerly, since %s", key[1][0], error)
             self._reasons.add(str(error))
             self.counts.add("eager_uncaptured")
-            if len(outputs) < len(self._outputs):
+            if not outputs:
                 return None
         else:
             self._records[key] = replay, outputs
@@ -124,12 +124,12 @@ class RecordedForward:
     def _record(
         self, sizes: _Sizes, inputs: Sequence[torch.Tensor | None], outputs: list[torch.Tensor],
     ) -> Replay:
-        """What replays the pass; ``outputs`` gets where its results are, now and after each replay."""
+        """What replays the pass; ``outputs`` gets where its results are, now and after each replay: all, or none."""
         placed = self._place(sizes, inputs)
 
         def run() -> None:
-            for output, result in zip(self._outputs, self._forward(*placed), strict=True):
-                outputs.append(output[: len(result)].copy_(result))
+            results = zip(self._outputs, self._forward(*placed), strict=True)
+            outputs.extend([output[: len(result)].copy_(result) for output, result in results])
 
         return self._device.capture(run)
 

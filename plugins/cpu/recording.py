@@ -32,6 +32,8 @@ _SPLITS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
 _COLLECTS = frozenset({torch.tensor, torch.as_tensor})
 """Functions that read the tensors of a list."""
 
+_SUSPECT = _READS | _SPLITS | _COLLECTS
+
 _SHAPED_BY_VALUES = frozenset({
     "nonzero", "nonzero_numpy", "argwhere", "where.default", "masked_select", "bincount", "repeat_interleave.Tensor",
     "repeat_interleave.self_Tensor", "narrow.Tensor", "one_hot", "_unique", "_unique2", "unique_dim",
@@ -155,18 +157,19 @@ class _NoReading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _reads_unseen(func, args, kwargs):
+        if func in _SUSPECT and _reads_unseen(func, args, kwargs):
             self._faults.reads(f"{'torch' if func in _COLLECTS else 'Tensor'}.{func.__name__}")
         return func(*args, **kwargs)
 
 
 def _reads_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it reads what tensors hold without an operator that tells."""
+    """Whether one of those that are suspect reads what tensors hold."""
     if func in _SPLITS:
         return _has_tensors((args[1:], [x for name, x in kwargs.items() if name not in ("input", "self")]))
     if func in _COLLECTS:
-        return any(isinstance(x, list | tuple) and _has_tensors(x) for x in args[:1])
-    return func in _READS
+        data = args[0] if args else kwargs.get("data")
+        return isinstance(data, list | tuple) and _has_tensors(data)
+    return True
 
 
 def _has_tensors(tree: Any) -> bool:

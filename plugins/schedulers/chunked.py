@@ -8,7 +8,7 @@ from hotswap.core.interfaces.scheduler import PlanContext, RequestView, StepPlan
 from hotswap.plugins.schedulers.base import QueueOptions, QueueScheduler, Step
 
 BACKLOG_STEPS = 32
-"""A backlog is what prompts have to compute that take more steps than these, at ``beside_decodes`` tokens a step."""
+"""Steps in which a backlog of prompts is to be served; what ``beside_decodes`` serves in as many is none."""
 
 
 class ChunkedScheduler(QueueScheduler):
@@ -44,14 +44,14 @@ class ChunkedScheduler(QueueScheduler):
         self.serve_decodes(step, [view for view in ready if view.ready == 1])
         prompts = [view for view in ready if view.ready > 1]
         if step.rows and (least := self.options.beside_decodes) is not None:
-            step.leave(max(least, self._for_backlog(step.ctx, prompts)))
+            step.leave(max(least, self._for_backlog(ctx, prompts)))
         cut = self._serve_prompts(step, prompts)
         cut += self._start_waiting(step)
         self._hand_out_rest(step, cut)
         return StepPlan(step.rows)
 
     def _for_backlog(self, ctx: PlanContext, prompts: list[RequestView]) -> int:
-        """Of prompts that have begun, and of those that have slots to begin in."""
+        """Tokens a step for the prompts that have begun, and those that have slots to begin in; 0: none are needed."""
         most: int | None = self.options.beside_decodes_backlog
         if most is None:
             return 0

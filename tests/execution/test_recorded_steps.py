@@ -214,6 +214,21 @@ def test_a_pass_that_cannot_be_recorded_is_carried_through_and_changes_things_on
     assert record.counts.totals == {"eager_first_sizes": 1, "eager_uncaptured": 3}
 
 
+def test_a_pass_that_has_never_ended_is_run_eagerly_until_it_does():
+    raises = iter([True, True, False, False])
+
+    def forward(x):
+        if next(raises):
+            raise ZeroDivisionError
+        return [x * 2]
+
+    record = RecordedForward(StepRecorder(), forward, 8)
+    with pytest.raises(ZeroDivisionError):
+        record(torch.ones(3))
+    for _ in range(2):
+        assert torch.equal(*record(torch.ones(3)), torch.full((3,), 2.0))
+
+
 def test_what_was_recorded_for_other_threads_is_recorded_anew():
     passes, threads = [], torch.get_num_threads()
     forward = RecordedForward(StepRecorder(), lambda x: passes.append(torch.get_num_threads()) or [x * 2], 8)
@@ -423,7 +438,7 @@ def test_memory_of_the_arena_is_given_out_once_at_a_time():
     lambda x: np.from_dlpack(x), lambda x: torch.tensor_split(x, x.long()), lambda x: x.tensor_split(x.long()),
     lambda x: torch.tensor_split(input=x, tensor_indices_or_sections=x.long()),
     lambda x: x.narrow(0, x.long().sum() - 2, 1), lambda x: torch.nn.functional.one_hot(x.long()),
-    lambda x: torch.tensor([x[0], x[1]]), lambda x: torch.as_tensor([[x[0]], [x[1]]]),
+    lambda x: torch.tensor([x[0], x[1]]), lambda x: torch.as_tensor(data=[[x[0]], [x[1]]]),
 ], ids=["item", "nonzero", "mask", "truth", "where", "allclose", "repeat", "bytes", "tolist", "numpy", "array",
         "dlpack", "split", "method_split", "named_split", "narrow", "one_hot", "list", "lists"])
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
